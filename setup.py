@@ -1,9 +1,8 @@
-"""Packaging of torch_ext_bucketing.
+"""Ship ``torch_patches/`` with the package; all else is in ``pyproject.toml``.
 
-The patch series lives beside the package, in ``torch_patches/``, because it is a
-deliverable of its own. An editable install finds it there; a wheel carries a copy
-inside the package (``torch_ext_bucketing/_torch_patches``); an sdist carries the
-checkout's layout, from which a wheel can be built again.
+The patch series lies beside the package because it is a deliverable of its own. An editable
+install finds it there; a wheel carries a copy inside the package,
+``torch_ext_bucketing/_torch_patches``; an sdist has the layout of a checkout.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -38,9 +37,9 @@ class BuildWithPatches(build_py):
             shutil.copyfile(source, target)
 
     def get_source_files(self) -> list[str]:
-        # What build_py lists here is what an sdist carries.
-        extra = [*self._patch_files(), ROOT / "LICENSE", ROOT / "README.md"]
-        return [*super().get_source_files(), *(str(p.relative_to(ROOT)) for p in extra)]
+        # build_py's list is what an sdist carries.
+        extra = (str(p.relative_to(ROOT)) for p in self._patch_files())
+        return [*super().get_source_files(), *extra]
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         outputs = super().get_outputs(include_bytecode)
@@ -49,31 +48,4 @@ class BuildWithPatches(build_py):
         return outputs
 
 
-setup(
-    name="torch_ext_bucketing",
-    version="0.1.0",
-    description="Collective bucketing policies for compiled PyTorch training",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="BSD-3-Clause",
-    python_requires=">=3.11",
-    packages=find_packages(include=["torch_ext_bucketing", "torch_ext_bucketing.*"]),
-    package_data={"torch_ext_bucketing": ["py.typed"]},
-    install_requires=["torch>=2.11"],
-    extras_require={
-        "test": ["expecttest", "hypothesis", "pytest", "pytest-xdist", "numpy", "ruff"],
-        "dev": ["ruff", "mypy"],
-        # For explain --plot.
-        "plot": ["matplotlib"],
-        # For the rows of `benchmarks/parity.py --models hf`.
-        "models": ["transformers", "timm"],
-        # For the rows `float8/*` of `benchmarks/parity.py`, on torch 2.15.
-        "float8": ["torchao"],
-        # For test/trainers/test_torchtitan.py, on torch 2.15.
-        "torchtitan": ["torchtitan==0.3.0"],
-    },
-    entry_points={
-        "console_scripts": ["torch-ext-bucketing = torch_ext_bucketing.__main__:main"],
-    },
-    cmdclass={"build_py": BuildWithPatches},
-)
+setup(cmdclass={"build_py": BuildWithPatches})

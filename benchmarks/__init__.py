@@ -1,4 +1,4 @@
-"""Measurements on graphs of real size. ``python -m benchmarks.graphs`` lists the graphs."""
+"""Measure on graphs of real size and on ranks; ``python -m benchmarks.graphs`` lists the graphs."""
 
 import sys
 from pathlib import Path

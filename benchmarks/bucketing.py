@@ -1,4 +1,4 @@
-"""How many collectives are left, and how long that takes, beside the unpatched torch.
+"""Count the collectives left after bucketing, and time it, beside the unpatched torch.
 
     python -m benchmarks.bucketing                           every graph at its cap, prints a table
     python -m benchmarks.bucketing --only 'llama3_8b_*' --cap 25 --json out.json
@@ -9,7 +9,7 @@ after the other on the same graph:
 - ``unpatched``: torch's ``pre_bucket_fsdp_collectives`` from the installed torch's own source;
 - ``unset``: the same function of the patched torch, with no entry set;
 - ``hooks``: the same function of the patched torch, with ``bucket_non_adjacent`` and, as
-  ``fsdp_group_filter``, the groups on which parameters are sharded;
+  ``fsdp_group_filter``, the groups that share parameters;
 - ``ours``: :class:`.ByCap`, then :func:`.apply_plan`.
 
 Counts are of all-gathers and reduce-scatters on those groups. The byte lower bound is what bytes
@@ -51,8 +51,10 @@ sys.exit(main())
 
 
 def run_child(module: str, way: str, arguments: Sequence[str]) -> Any:
-    """Run ``module``'s ``main`` with ``--child way`` in a process of its own, on the torch that is
-    installed where ``way`` is ``"unpatched"``; returns the JSON in its last line."""
+    """Run ``module``'s ``main`` with ``--child way`` in another process; return its JSON.
+
+    ``"unpatched"`` runs on the torch that is installed.
+    """
     program = ["-m", module] if way == "unpatched" else ["-c", _PATCHED.format(module=module)]
     command = [sys.executable, *program, "--child", way, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -62,7 +64,7 @@ def run_child(module: str, way: str, arguments: Sequence[str]) -> Any:
 
 
 def check_torch(way: str) -> None:
-    """Fail if this process does not run the torch that ``way`` asks for."""
+    """Raise if this process does not run the torch that ``way`` is about."""
     from torch._inductor import config
 
     patched = hasattr(config.aten_distributed_optimizations, "bucket_non_adjacent")
@@ -71,7 +73,7 @@ def check_torch(way: str) -> None:
 
 
 def default_cap(name: str) -> float:
-    """MiB: 25 for LLaMA-3 8B, the figure others report; 500, torch's ceiling, for the large."""
+    """Return the cap in MiB: 25 for LLaMA-3 8B, as others report it; else 500, torch's ceiling."""
     return 25.0 if name.startswith("llama3_8b") else 500.0
 
 
@@ -80,7 +82,7 @@ def parameter_groups(graph: Graph) -> list[str]:
 
 
 def counts(graph: Graph) -> dict[str, int]:
-    """All-gathers and reduce-scatters on the parameters' groups, per kind."""
+    """Count all-gathers and reduce-scatters on the parameters' groups, per kind."""
     from torch_ext_bucketing.graph.collectives import group_name, kind_of
 
     found = Counter(
@@ -93,7 +95,7 @@ def counts(graph: Graph) -> dict[str, int]:
 
 
 def byte_lower_bound(graph: Graph, cap_mb: float) -> dict[str, int]:
-    """Least number of collectives per kind that bytes allow (see the module)."""
+    """Return the least number of collectives per kind that bytes allow (see the module)."""
     from torch_ext_bucketing.graph.collectives import bucket_key, group_name, kind_of, wire_bytes
 
     cap = int(cap_mb * 1024 * 1024)
@@ -166,7 +168,7 @@ def child(way: str, name: str, cap_mb: float, repeat: int, layers: int | None) -
 
 
 def measure(name: str, cap_mb: float, repeat: int, layers: int | None) -> dict[str, Any]:
-    """One row, each way in its own process."""
+    """Measure one row, each way in its own process."""
     row: dict[str, Any] = {"graph": name, "cap_mb": cap_mb}
     for way in WAYS:
         arguments = ["--only", name, "--cap", str(cap_mb), "--repeat", str(repeat)]
@@ -185,7 +187,7 @@ def measure(name: str, cap_mb: float, repeat: int, layers: int | None) -> dict[s
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per graph, cap and kind."""
+    """Render one line per graph, cap and kind."""
     head: list[str] = ["graph", "cap", "kind", "before", "bound", "unpatched", "hooks", "ours"]
     head += ["plan s", "pass s", "unpatched s", "unset s", "MiB", "unpatched MiB", "closed by"]
     seconds = ("plan_s", "pass_s", "unpatched_pass_s", "unset_pass_s")
@@ -205,7 +207,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.bucketing", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
     parser.add_argument("--cap", type=float, nargs="+", metavar="MIB", help="bucket caps")

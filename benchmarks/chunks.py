@@ -1,19 +1,20 @@
-"""Steps whose experts' tokens come in two chunks, as torchtitan's ``ep_chunk_pass`` makes them of
-its graph trainer's: our order beside that of its ``ep_overlap_schedule_pass``.
+"""Schedule steps whose experts' tokens come in two chunks; compare with torchtitan's own order.
 
     python -m benchmarks.chunks                            DeepSeek-V3 16B, 64 ranks, estimated
     python -m benchmarks.chunks --only 'blocks.*' --layers 4
     python -m benchmarks.chunks --equal                    are weights on 4 ranks the same?
 
-torch 2.15 and torchtitan 0.3.0. A row is a whole step: what comes in chunks, blocks or only their
-mixtures of experts; over how many ranks experts are spread (8 are a node); whether all of a block
-is computed again for backward, or what torchtitan's default does not save. Both orders are of one
-graph, with torchtitan's buckets, and timed by :class:`.Timeline` on nodes of 8 H100s; ours may take
-no more memory than torchtitan's does. The bound is the largest of all computation, all
-communication of the busiest network level, and the longest path.
+torchtitan's graph trainer cuts the tokens in chunks (``ep_chunk_pass``) and orders the step
+(``ep_overlap_schedule_pass``); torch 2.15 and torchtitan 0.3.0. A row is a whole step. Rows differ
+in what comes in chunks (blocks or only their mixtures of experts), in the number of ranks that
+share the experts (8 are a node), and in what backward recomputes: the whole block, or what
+torchtitan does not save by default. Both orders are of one graph with torchtitan's buckets, timed
+by :class:`.Timeline` on nodes of 8 H100s; ours may not exceed the peak of torchtitan's. The bound
+is the largest of all computation, all communication of the busiest network level, and the longest
+path.
 
-Where torchtitan's pass finds no order (all of a block computed again: its regions make a cycle, as
-of 0.3.0), the order that the graph has before it takes its place, and the row counts in no mean.
+With full recomputation torchtitan's pass finds no order, because its regions form a cycle. The row
+then shows the order before that pass, and counts in no mean.
 """
 
 import copy
@@ -64,9 +65,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chunks:
-    """What comes in chunks: torchtitan's ``ep_overlap.module_fqn``, the dimension along which
-    tokens are cut, the number of ranks that share the experts, and torchtitan's
-    ``memory_policy``."""
+    """What comes in chunks.
+
+    Attributes are torchtitan's ``ep_overlap.module_fqn``, the dimension along which tokens are cut,
+    the number of ranks that share the experts, and torchtitan's ``memory_policy``.
+    """
 
     modules: str
     dim: Literal["batch", "seq"] = "batch"
@@ -75,7 +78,7 @@ class Chunks:
 
     @property
     def config(self) -> Any:
-        """For torchtitan's graph trainer."""
+        """Return the graph trainer's config."""
         from torchtitan.experiments.graph_trainer.configs import (
             EpOverlapConfig,
             GraphTrainerCompileConfig,
@@ -104,7 +107,7 @@ CHUNKS: dict[str, Chunks] = {
 
 
 def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
-    """Both orders of a step on the cost model."""
+    """Time both orders of a step on the cost model."""
     torch._dynamo.reset()  # attention is compiled while it is traced, for sizes of its own
     start_world(Layout(RANKS, expert=chunks.expert))
     config = TitanConfig(layers=layers)
@@ -137,8 +140,7 @@ def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
 
 
 def orders(config: TitanConfig, chunks: Chunks) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """A step in the order that it has before torchtitan's overlap, and behind it; None where that
-    fails."""
+    """Return the step's order before and after torchtitan's overlap pass; ``None`` if it fails."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed import parallel_dims, utils
     from torchtitan.experiments.graph_trainer.common_utils import (
@@ -152,7 +154,7 @@ def orders(config: TitanConfig, chunks: Chunks) -> tuple[fx.GraphModule, fx.Grap
         mock.patch("torch.nn.attention.flex_attention._validate_device"),
     ):
         model, dims, parallelism = build(config, chunks.expert, "flex", annotate=True)
-        model.to_empty(device="cpu")  # of which no page is ever touched
+        model.to_empty(device="cpu")  # no page of it is ever touched
         maybe_register_blockmask_pytree_node()
         shape = (config.batch, config.seq)
         positions = torch.arange(config.seq, dtype=torch.int32).expand(shape)
@@ -188,7 +190,7 @@ def orders(config: TitanConfig, chunks: Chunks) -> tuple[fx.GraphModule, fx.Grap
 
 
 def trace(model: Any, loss: Callable[..., Any], config: Any, *inputs: Any) -> Any:
-    """torchtitan's trace of a step whose ``inputs`` will be cut in two."""
+    """Return torchtitan's trace of a step whose ``inputs`` will be cut in two."""
     from torchtitan.experiments.graph_trainer import ep_chunk_pass
     from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
     from torchtitan.experiments.graph_trainer.trainer import make_fwd_bwd_step
@@ -207,7 +209,7 @@ def trace(model: Any, loss: Callable[..., Any], config: Any, *inputs: Any) -> An
 def graph_passes(
     traced: Any, model: Any, config: Any, parallelism: Any, dims: Any
 ) -> list[tuple[str, Callable[..., fx.GraphModule]]]:
-    """torchtitan's passes, with their names."""
+    """Return torchtitan's passes with their names."""
     from torchtitan.experiments.graph_trainer.passes import compile_time_passes
 
     settings = SimpleNamespace(
@@ -224,9 +226,11 @@ def graph_passes(
 
 
 def sizes_first(chunking: Callable[..., fx.GraphModule]) -> Callable[..., fx.GraphModule]:
-    """torchtitan's chunking, with sizes right behind what they are of before it looks at what it
-    made: it puts what reads them where a chunk ends, and finds its graph out of order where that
-    is ahead of them."""
+    """Run torchtitan's chunking, with each size moved next to the node that it is a size of.
+
+    torchtitan places the readers of sizes at the end of a chunk, and then finds its graph out of
+    order if the sizes come later.
+    """
     from torchtitan.experiments.graph_trainer import ep_chunk_pass
 
     look = ep_chunk_pass._validate_selected_symbol_shapes
@@ -262,8 +266,7 @@ _EQUAL = Row(
 
 
 def equal(steps: int) -> list[tuple[str, int]]:
-    """In how many of so many steps all ranks' weights are those of torchtitan's order, for each
-    thing that comes in chunks."""
+    """Count steps whose weights are those of torchtitan's order on all ranks, per kind of chunk."""
     found = run_ranks(train, _EQUAL.ranks, steps, timeout_s=3600)
     return [
         (part, sum(all(r[part][0][i] == r[part][1][i] for r in found) for i in range(steps)))
@@ -272,7 +275,7 @@ def equal(steps: int) -> list[tuple[str, int]]:
 
 
 def train(rank: Rank, steps: int) -> dict[str, list[list[str]]]:
-    """On a rank: digests of the weights after every step, in both orders."""
+    """Train on one rank; return digests of the weights after every step, in both orders."""
     from torchtitan.config import TrainingConfig
     from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
 
@@ -310,7 +313,7 @@ def train(rank: Rank, steps: int) -> dict[str, list[list[str]]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per step, and the mean."""
+    """Render one line per step, and the mean."""
     head = ["step", "as given", "torchtitan's", "ours", "/ torchtitan's", "forward", "backward"]
     lines = [[*head, "bound", "peak, GiB", "order taken"], ["", "ms", "ms", "ms", *[""] * 6]]
     for r in rows:
@@ -338,7 +341,7 @@ def _steps(row: dict[str, Any]) -> Iterator[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.chunks", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="STEP", help="names, patterns")
     parser.add_argument("--layers", type=int, default=27, metavar="N", help="with fewer layers")
@@ -348,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if problem():
         parser.error(problem())
-    logging.disable(logging.WARNING)  # of passes, and of Inductor that there is no GPU
+    logging.disable(logging.WARNING)  # warnings of passes, and Inductor's about a missing GPU
     document = document_of("python -m benchmarks.chunks", argv)
     if args.equal:
         found = equal(args.steps)

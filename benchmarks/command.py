@@ -1,4 +1,4 @@
-"""What the commands of this folder share: options, progress, headings, files. No torch in here."""
+"""Share options, progress, headings and files among the commands. Import no torch."""
 
 import argparse
 import json
@@ -17,21 +17,21 @@ from typing import Any
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the module's docstring as it is written."""
+    """Make a parser whose help is the module's docstring as it is written."""
     return argparse.ArgumentParser(
         prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def add_number(parser: argparse.ArgumentParser, name: str, value: int, text: str) -> None:
-    """An option for a whole number."""
+    """Add an option for a whole number."""
     parser.add_argument(
         f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: {value})"
     )
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "also write the figures to FILE") -> None:
-    """The option for the file of the results."""
+    """Add the option for the file of the results."""
     parser.add_argument("--json", type=Path, metavar="FILE", help=text)
 
 
@@ -42,7 +42,7 @@ def add_names(
     text: str,
     default: Sequence[str] | None = None,
 ) -> None:
-    """An option for names out of ``values``, separated by commas (all, or ``default``)."""
+    """Add an option for names from ``values``, separated by commas (all, or ``default``)."""
     given = list(values if default is None else default)
 
     def parse(text: str) -> list[str]:
@@ -59,7 +59,7 @@ def add_names(
 def matching(
     parser: argparse.ArgumentParser, names: Sequence[str], patterns: Sequence[str]
 ) -> list[str]:
-    """The names that one of the patterns matches; a usage error where there is none."""
+    """Return the names that a pattern matches; exit with a usage error if there is none."""
     found = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
     if not found:
         parser.error(f"nothing matches {' '.join(patterns)}; there are {', '.join(names)}")
@@ -70,12 +70,12 @@ def matching(
 
 
 def now() -> str:
-    """The date, for results."""
+    """Return the date and time in UTC, for results."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def document_of(name: str, argv: Sequence[str] | None) -> dict[str, Any]:
-    """What belongs to any result: the command, the date, and what it ran on."""
+    """Return the command, the date and the versions, which belong to any result."""
     return {
         "command": " ".join([name, *(sys.argv[1:] if argv is None else argv)]),
         "date": now(),
@@ -86,13 +86,13 @@ def document_of(name: str, argv: Sequence[str] | None) -> dict[str, Any]:
 
 
 def title(document: dict[str, Any]) -> str:
-    """Two lines above a table."""
+    """Format two lines to stand above a table."""
     on = f"torch {document['torch']}, Python {document['python']}, {document['cpus']} CPUs"
     return f"{document['date']}, {on}\ncommand: {document['command']}"
 
 
 def sayer(start: float) -> Callable[[str], None]:
-    """Prints a line of progress, with the seconds since ``start`` of ``time.monotonic()``."""
+    """Return a function that prints progress and the seconds since ``start`` of ``monotonic()``."""
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
@@ -101,7 +101,7 @@ def sayer(start: float) -> Callable[[str], None]:
 
 
 def write_json(path: Path | None, document: Any) -> None:
-    """Write ``document`` where there is a path; whoever reads it meanwhile sees the last one."""
+    """Write ``document`` if there is a path, atomically: a reader never gets half of it."""
     if path is not None:
         partial = path.with_name(path.name + ".part")
         partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -109,7 +109,7 @@ def write_json(path: Path | None, document: Any) -> None:
 
 
 def write_results(path: Path | None, document: Any, text: str) -> None:
-    """Print ``text``, and write both where there is a path, the text beside the JSON."""
+    """Print ``text``; write both if there is a path, the text beside the JSON."""
     print(text)
     write_json(path, document)
     if path is not None:

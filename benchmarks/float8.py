@@ -1,4 +1,4 @@
-"""LLaMA-3 8B on 64 ranks with gathers in float8 beside bfloat16: bytes, collectives, step.
+"""Compare gathers in float8 and bfloat16 for LLaMA-3 8B on 64 ranks: bytes, collectives, step time.
 
     python -m benchmarks.float8
     python -m benchmarks.float8 --layers 2      with fewer layers, in seconds
@@ -7,7 +7,8 @@
 Linears are torchao's, scaled by the largest value of each weight; needs torchao. Gathers are those
 of forward and backward. Steps are estimates for H100s on the passes of ``recipe(model, "speed")``:
 with each operator that scales or casts as a kernel of its own, as the cost model has it, which is
-too long for float8; and with those that Inductor fuses as one, for which the buckets are counted.
+too long for float8; and with those that Inductor fuses as one kernel. Buckets are counted for
+these.
 
 Kernels are the functions that Inductor generates, and its calls of others, products among them, in
 forward and backward of two blocks, with embedding and head: without any bucketing and with
@@ -49,7 +50,7 @@ WAYS = ("bfloat16", "float8", "float8, amax one by one")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.float8", __doc__)
     add_number(parser, "layers", LlamaConfig.layers, "of the model")
     parser.add_argument("--kernels", action="store_true", help="count kernels")
@@ -77,8 +78,10 @@ Merged = tuple[int, float]
 
 
 def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
-    """Bytes that a step gathers, its collectives before bucketing, and what comes of that by the
-    cost model and by one of fused kernels."""
+    """Return a step's gathered bytes, its collectives before bucketing, and the bucketed step.
+
+    The step is timed by the package's cost model and by one of fused kernels.
+    """
     world = start_world(Layout(fsdp=64))
 
     def build() -> Llama:
@@ -116,7 +119,7 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
 
 
 def kernels(say: Say) -> list[list[str]]:
-    """A table of a step's kernels before and after bucketing."""
+    """Render a table of a step's kernels before and after bucketing."""
     mesh = start_world(Layout(fsdp=4)).data
     rows = [["gathers in", "generated", "others", "collectives"]]
     for way, name in (("bfloat16", "llama"), ("float8", "float8")):
@@ -129,7 +132,7 @@ def kernels(say: Say) -> list[list[str]]:
 
 
 def _kernels(name: str, mesh: DeviceMesh, bucketed: bool) -> tuple[int, int, int]:
-    """Functions that Inductor generates, other kernels that it calls, and collectives."""
+    """Count the functions that Inductor generates, other kernels that it calls, and collectives."""
     model = build(name, layers=2)
     teb.data_parallel(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     passes: list[teb.GraphPass] = [CombineUses(), teb.ReshardAfterForward()]
@@ -154,17 +157,19 @@ _CALL = (
 
 
 class Fused:
-    """Times pointwise operators and reductions as parts of kernels: what only its own kernel reads
-    is neither written nor read. A kernel ends before what waits for another one, and with a
-    reduction of all elements."""
+    """Time pointwise operators and reductions as parts of fused kernels.
+
+    What only its own kernel reads is neither written nor read. A kernel ends before a node that
+    waits for another kernel, and after a reduction of all elements.
+    """
 
     def __init__(self) -> None:
         self._costs = Costs(nodes(None))
-        self._kernel: dict[fx.Node, int] = {}  # how many kernels are behind each other before it
+        self._kernel: dict[fx.Node, int] = {}  # length of the chain of kernels before it
         self._known: tuple[fx.Graph, int] | None = None
 
     def __call__(self, node: fx.Node, nbytes: int | None) -> float | None:
-        """For a :class:`.Machine`."""
+        """Estimate a node's milliseconds, as :class:`.Machine` expects."""
         if nbytes is not None or not (_is_pointwise(node) or _is_reduction(node)):
             return None
         known = node.graph, len(node.graph.nodes)
@@ -204,7 +209,7 @@ class Fused:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a value, views of it left out."""
+    """Return the users of a value, looking through views."""
     found = list[fx.Node]()
     for user in node.users:
         found += _readers(user) if is_view(user) else [user]

@@ -1,4 +1,4 @@
-"""Graphs of real size: forward and backward of sharded LLaMA-3 and DeepSeek-V3 models.
+"""Trace graphs of real size: forward and backward of sharded LLaMA-3 and DeepSeek-V3 models.
 
     python -m benchmarks.graphs                         trace what is not cached, print a table
     python -m benchmarks.graphs --only 'llama3_8b_*'    some of them
@@ -13,7 +13,7 @@ A graph is what the default partitioner makes of AOTAutograd's joint graph, with
 tagged. ``.recompute`` graphs gather the parameters again for backward (reshard after forward). They
 are traced without weights, in a fake world of the full number of ranks, and kept in
 ``benchmarks/.cache``; see :mod:`.models` for what is fixed by hand, :mod:`.tracing` for the road.
-``titan_*`` is torchtitan's own model (:mod:`.titan`), for which it has to be installed. It and
+``titan_*`` is torchtitan's own model (:mod:`.titan`) and needs torchtitan. It and
 ``*_dropless`` have sizes that depend on data.
 """
 
@@ -61,8 +61,12 @@ class Config:
 
     @property
     def size_hints(self) -> int | None:
-        """Tokens that a rank sends to another one where routing is balanced, which is what sizes
-        that depend on data are; None: there are no such sizes."""
+        """Return the tokens between two ranks under balanced routing, or ``None``.
+
+        Sizes that depend on data are numbers of tokens.
+
+        Sizes that depend on data are numbers of tokens; ``None``: the model has no such sizes.
+        """
         model = self.model
         if isinstance(model, LlamaConfig) or not getattr(model, "dropless", True):
             return None
@@ -89,7 +93,7 @@ CONFIGS: dict[str, Config] = {
 
 
 def _held_out(number: int) -> Config:
-    """A small model of a shape that nothing is tuned on: odd widths, vocabularies and layouts."""
+    """Return a small model of a shape that nothing is tuned on: odd widths and vocabularies."""
     draw = random.Random(f"held out {number}")
     heads, width = draw.choice((6, 10, 12, 20)), draw.choice((64, 96, 128))
     common: dict[str, Any] = {
@@ -141,8 +145,7 @@ NAMES: tuple[str, ...] = tuple(name for name, (config, *_) in _PARTS.items() if 
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """Those of the graphs or configurations that can be traced here. Why the others can't is
-    printed on standard error."""
+    """Return the graphs or configurations that can be traced here; print the reasons of others."""
     missing = problem()
     left_out = [n for n in names if n.startswith("titan_")] if missing else []
     if left_out:
@@ -156,10 +159,12 @@ _SUFFIX = ".pickle.gz"
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced graph, with the number of layers that was traced in ``config``. The process groups
-    that its collectives refer to, in ``groups`` by name, resolve as long as no graph of another
-    layout is loaded. Seconds: of the trace that made all graphs of the configuration, and from the
-    file to the graph module."""
+    """A traced graph; ``config`` has the number of layers that was traced.
+
+    ``groups`` has the process groups that its collectives refer to, by name; they resolve until a
+    graph of another layout is loaded. The seconds are those of the trace that made all graphs of
+    the configuration, and those from the file to the graph module.
+    """
 
     name: str
     gm: fx.GraphModule
@@ -181,12 +186,12 @@ def load(
     quiet: bool = False,
     cache: Path = CACHE,
 ) -> Graph:
-    """A graph, one of :data:`NAMES`, from the folder ``cache`` or traced now. Starts the fake world
-    that it belongs to.
+    """Load a graph, one of :data:`NAMES`, from ``cache``, or trace it; start its fake world.
 
-    ``layers`` are instead of the model's own number; two or more for a mixture of experts.
-    ``device`` is the type of the device that the fake tensors are said to be on, by default
-    ``"cuda"`` where torch is built for it: passes and cost models of Inductor look at it.
+    Args:
+        layers: number of layers instead of the model's own; at least 2 for a mixture of experts.
+        device: device type of the fake tensors, which Inductor's passes and cost models look at. By
+            default ``"cuda"`` if torch is built for it.
     """
     config = _config(name, layers)
     path = _path(name, config, cache)
@@ -203,7 +208,7 @@ def trace(
     quiet: bool = False,
     cache: Path = CACHE,
 ) -> Graph:
-    """As :func:`load`, but traced anew. All graphs of the same configuration are cached with it."""
+    """Trace a graph anew, as :func:`load` does; cache all graphs of its configuration."""
     config = _config(name, layers)
     config_name = _PARTS[name][0]
     world = start_world(config.layout)
@@ -228,7 +233,7 @@ def trace(
 
 
 def builder(config: Config, world: World) -> Callable[[], nn.Module]:
-    """Makes the sharded model of a configuration, without weights under a fake mode."""
+    """Make the sharded model of a configuration, without weights under a fake mode."""
     model = config.model
 
     def build() -> nn.Module:
@@ -249,9 +254,10 @@ def builder(config: Config, world: World) -> Callable[[], nn.Module]:
 def chosen(
     parser: argparse.ArgumentParser, patterns: Sequence[str], child: bool = False
 ) -> list[str]:
-    """The graphs that patterns match and that there can be here, where no ``child`` is asked for,
-    which was given what there is. A forward graph is the same whether its gathers are repeated in
-    backward or not, so it is there once."""
+    """Return the graphs that match the patterns; without ``child``, only those traceable here.
+
+    A forward graph does not depend on whether backward repeats its gathers, so it is listed once.
+    """
     asked = _PARTS if any(p.startswith("held_out_") for p in patterns) else NAMES
     names = [n for n in asked if not n.endswith("forward.recompute")]
     found = matching(parser, names, patterns)
@@ -282,7 +288,7 @@ _TRACED_WITH = (
 
 
 def _path(name: str, config: Config, cache: Path) -> Path:
-    """Named after everything that the graph depends on."""
+    """Name the file after everything that the graph depends on."""
     package = "torch_ext_bucketing"
     titan = isinstance(config.model, TitanConfig)
     mine = ("titan" if titan else "models", "parallel", "serialize", "tracing")
@@ -345,15 +351,17 @@ def _read(path: Path, name: str, config: Config, device: str | None) -> Graph:
 
 @dataclass(frozen=True)
 class Counts:
-    """What is in a graph: nodes, starts by ``(kind, role of the group)``, all-to-alls included, and
-    the bytes of all all-gathers' outputs."""
+    """Numbers of nodes and of starts by ``(kind, role of the group)``, and bytes of gathers.
+
+    Starts include all-to-alls.
+    """
 
     nodes: int
     collectives: dict[tuple[str, str], int]
     gathered_bytes: int
 
     def of_kind(self, kind: str) -> int:
-        """Collectives of a kind, over all groups."""
+        """Return the number of collectives of a kind, over all groups."""
         return sum(n for (k, _), n in self.collectives.items() if k == kind)
 
 
@@ -404,7 +412,7 @@ def _row(graph: Graph) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.graphs", __doc__)
     parser.add_argument(
         "--only",

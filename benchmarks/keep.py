@@ -4,18 +4,17 @@
     python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
     python -m benchmarks.keep --layers 8 --between 12.5     a slower network
 
-For each model of :mod:`.graphs` the joint graph is put together again from its forward and
-backward graphs, and ``ReshardAfterForward("auto")`` chooses for bounds of 1.0 to 2.0 times the
-peak with everything gathered again. Each choice is then carried out, and measured on what comes of
-it:
+For each model of :mod:`.graphs` the joint graph is rebuilt from its forward and backward graphs,
+and ``ReshardAfterForward("auto")`` chooses for bounds of 1.0 to 2.0 times the peak with
+everything gathered again. Each choice is then carried out, and measured on what comes of it:
 
 - forward and backward as the default partitioner leaves them, in a model made for them alone, with
   one bucket per unit, scheduled by ``Schedule([Overlap(), PeakMemory])`` under the bound;
 - ``step`` is the sum of both, ``peak`` the larger one, with all shards of parameters in it.
 
-Before the first bound stands keep-nothing, behind the last keep-all, without a bound. Planning is
-the CPU time of one bound on a model that is there already, over that of ``BucketAndSchedule`` on
-both graphs; the model's own time, once per graph, stands beside it.
+The table begins with keep-nothing and ends with keep-all, without a bound. Planning is the CPU time
+of one bound on a model that exists already, over that of ``BucketAndSchedule`` on both graphs; the
+model's own time, once per graph, stands beside it.
 """
 
 import itertools
@@ -46,8 +45,7 @@ MODELS = tuple(CONFIGS)
 
 
 class Sharded:
-    """One of :data:`MODELS`: its graphs, by phase and whether backward gathers again, and the joint
-    graph that they were cut from."""
+    """A model of :data:`MODELS`: its graphs by phase, and the joint graph they were cut from."""
 
     def __init__(self, name: str, layers: int | None) -> None:
         phases: tuple[Phase, ...] = ("forward", "backward")
@@ -62,12 +60,12 @@ class Sharded:
     def planner(
         self, machine: teb.Machine, joint: fx.Graph | None = None, **more: Any
     ) -> KeepPlanner:
-        """For its joint graph, or one like it."""
+        """Return the planner for the joint graph, or for one like it."""
         graph = joint or self.joint
         return KeepPlanner(graph, UNITS, machine=machine, size_hints=self.size_hints, **more)
 
     def scheduling_s(self, machine: teb.Machine) -> float:
-        """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
+        """Return CPU seconds of ``BucketAndSchedule`` on both graphs with all gathered again."""
         total, hint = 0.0, self.size_hints
         for (_, again), gm in self.graphs.items():
             if again:
@@ -80,7 +78,7 @@ class Sharded:
 
 
 def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
-    """The joint graph that the partitioner cut in two, where nothing was computed again.
+    """Rebuild the joint graph that the partitioner cut in two, if nothing was recomputed.
 
     ::
 
@@ -112,11 +110,11 @@ def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
 UNITS = Units.of(
     [("tok_embeddings",), *((f"layers.{i}",) for i in range(1000)), ("norm", "output")]
 )
-"""As trainers have them: embedding, blocks, norm and head together."""
+"""Units as trainers form them: embedding, blocks, norm with head."""
 
 
 def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[float, int]:
-    """Step and peak with every order tried that ``Schedule`` tries."""
+    """Return step and peak, with every order tried that ``Schedule`` tries."""
     step, peak = 0.0, 0
     for model in planner.partitioned.models(outcome.kept):
         policies = [teb.Overlap(), teb.PeakMemory(gib=limit / GIB)]
@@ -127,7 +125,7 @@ def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[flo
 
 
 def measure(name: str, layers: int | None, machine: teb.Machine = H100) -> dict[str, Any]:
-    """All bounds on one model."""
+    """Measure all bounds on one model."""
     sharded = Sharded(name, layers)
     sharded.planner(machine)  # Nobody pays for imports.
     clock = time.process_time()
@@ -187,7 +185,7 @@ def _row(
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """One line per bound."""
+    """Render one line per bound."""
     head = ["model", "bound", "GiB", "kept", "of", "step ms", "peak GiB", "scheduled ms", "GiB"]
     lines = [[*head, "planning s", "/ scheduling"]]
     for one in found:
@@ -218,7 +216,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def wrong(one: dict[str, Any]) -> list[str]:
-    """What does not hold of a model: bounds kept, more memory never slower, the ends."""
+    """List what fails for a model: bounds kept, more memory never slower, the two ends."""
     rows, found = one["rows"], []
     bounded = rows[1:-1]
     for row in bounded:
@@ -237,7 +235,7 @@ def wrong(one: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.keep", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")

@@ -1,14 +1,14 @@
-"""Four real ranks: a choice of what stays gathered, against eager FSDP2 that keeps the same units.
+"""Choose on real ranks what stays gathered; compare with eager FSDP2 that keeps the same units.
 
     python -m benchmarks.keep_ranks                         a minute on idle cores
     python -m benchmarks.keep_ranks --backend inductor      beside the same units kept by name
-    python -m benchmarks.keep_ranks --activations           some of which are computed again, too
+    python -m benchmarks.keep_ranks --activations           activations are recomputed, too
     python -m benchmarks.keep_ranks --device cuda           on NCCL, with GPUs or on one
     python -m benchmarks.keep_ranks --json out.json
 
 The demo's model trains on ranks of a ring group (:mod:`torch_ext_bucketing.testing.ring`), compiled
 with ``ReshardAfterForward("auto")``, ``BucketByUnit`` and ``Schedule``; and as eager FSDP2,
-``reshard_after_forward=False`` on the units that were kept. Compared are
+``reshard_after_forward=False`` on the units that were kept. It compares
 
 - the bits of losses and weights after some steps;
 - the collectives of a step, as the profiler counts them, with the plan;
@@ -56,8 +56,7 @@ UNITS = [["embed"], *([f"blocks.{i}"] for i in range(LAYERS)), ["norm", "output"
 
 
 class Loss(Transformer):
-    """The loss is compiled with the model: of what one outside of the graphs holds, no estimate
-    knows."""
+    """A loss that is compiled with the model: no estimate covers memory outside of the graphs."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens).float().square().mean()
@@ -75,7 +74,7 @@ def _tokens(rank: int, step: int, device: str) -> torch.Tensor:
 
 
 def _train(run: Any, model: Loss, rank: int, steps: int, first: int = 0) -> list[float]:
-    """Plain gradient descent, without momentum: the optimizer holds nothing."""
+    """Run plain gradient descent, without momentum: the optimizer holds nothing."""
     losses, parameters = [], list(model.parameters())
     for step in range(first, first + steps):
         loss = run(_tokens(rank, step, parameters[0].device.type))
@@ -90,7 +89,7 @@ def _train(run: Any, model: Loss, rank: int, steps: int, first: int = 0) -> list
 
 
 def _profiled(run: Any) -> tuple[dict[str, int], int]:
-    """Collectives by kind, and the most bytes allocated, over what was at the start."""
+    """Return collectives by kind, and the most bytes allocated above those at the start."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     if cuda:
         torch.cuda.synchronize()
@@ -116,8 +115,7 @@ def _profiled(run: Any) -> tuple[dict[str, int], int]:
 def _rank(
     rank: Rank, group: str, world: int, backend: Backend, reshard: teb.ReshardAfterForward
 ) -> Any:
-    """The comparison on a ring group or NCCL; on gloo or a fake group of ``world`` ranks only the
-    measured peak."""
+    """Compare on a ring group or NCCL; on gloo or a fake group measure only the peak."""
     device = "cuda" if group == "nccl" else "cpu"
     if group == "ring":
         with ring_rank(rank):
@@ -155,7 +153,7 @@ def _train_ours(
 
 
 def _train_eager(rank: int, kept: Sequence[str], device: str) -> tuple[list[float], str]:
-    """FSDP2 that keeps some units gathered."""
+    """Train FSDP2 that keeps some units gathered."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     eager = _model(device)
     for unit in UNITS:
@@ -198,7 +196,7 @@ def _compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 1 where something differs."""
+    """Run the command; return the exit status, 1 if something differs."""
     parser = parser_of("python -m benchmarks.keep_ranks", __doc__)
     add_number(parser, "world", WORLD, "ranks")
     parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")

@@ -1,4 +1,4 @@
-"""One bound on memory for activations and gathered parameters, against fixed ways to spend it.
+"""Choose activations and gathered parameters under one memory bound; compare with fixed choices.
 
     python -m benchmarks.memory                              every model, 8 layers
     python -m benchmarks.memory --only 'llama3_8b_*' --layers 32
@@ -59,8 +59,7 @@ WAYS: dict[str, Callable[[str], bool]] = {
 
 
 def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
-    """Names of what torch's partitioner saves under a budget of 0 to 1, parameters gathered
-    again."""
+    """Return the names that torch's partitioner saves under a budget of 0 to 1."""
     gm = fx.GraphModule({}, copy_graph(joint))
     for chain in parameter_chains(gm.graph).values():
         for node in chain:
@@ -77,7 +76,7 @@ def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
 
 
 def by_torch(sharded: Sharded, saved: set[str], machine: Machine) -> Outcome:
-    """The schedules where nothing is saved but what ``saved`` names."""
+    """Schedule with nothing saved but the names in ``saved``."""
     graph = copy_graph(sharded.joint)
     for node in graph.nodes:
         if node.op == "call_function" and node.name not in saved:
@@ -86,7 +85,7 @@ def by_torch(sharded: Sharded, saved: set[str], machine: Machine) -> Outcome:
 
 
 def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:
-    """That of ``to`` neighbours, if what is sharded over others can be gathered in it."""
+    """Return the group of ``to`` neighbours, if shards over other ranks can be gathered in it."""
     group = make_smaller_group(to)
     try:
         return None if group is None else what_fits(parameter_chains(joint), group)
@@ -97,7 +96,7 @@ def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:
 def measure(
     name: str, layers: int | None, to: int | None = None, machine: Machine | None = None
 ) -> dict[str, Any]:
-    """All ways on one model."""
+    """Measure all ways on one model."""
     sharded = Sharded(name, layers)
     graphs, joint = sharded.graphs, sharded.joint
     machine = machine or job_machine()
@@ -144,7 +143,7 @@ def measure(
 
 
 def under_bounds(name: str, layers: int | None, number: int) -> dict[str, Any]:
-    """Choices under ``number`` bounds, each by a planner of its own, as a compile has one."""
+    """Choose under ``number`` bounds, each with a planner of its own, as a compile does."""
     sharded = Sharded(name, layers)
 
     def planner() -> KeepPlanner:
@@ -164,7 +163,7 @@ def under_bounds(name: str, layers: int | None, number: int) -> dict[str, Any]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """One line per bound."""
+    """Render one line per bound."""
     lines = [
         ["model", "", "GiB", "ms", "chosen ms", "GiB", "gathered", "in part", "saved", "planning"]
     ]
@@ -189,7 +188,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.memory", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
     add_number(parser, "layers", 8, "of each model")

@@ -1,12 +1,12 @@
-"""The models behind the graphs: LLaMA-3 and a DeepSeek-V3-like mixture of experts.
+"""Define the models that graphs are traced from: LLaMA-3 and a mixture of experts like DeepSeek-V3.
 
 They are written to be traced, not run: nothing is initialised. Two things are fixed where a running
-model decides by itself, because a fake tensor has neither a device to ask nor values to look at:
+model decides by itself, because a fake tensor has no device and no values to look at:
 
 - the attention kernel is called by name: FlashAttention, and the memory-efficient one where keys
   and values are of unequal width, which FlashAttention does not take;
 - the all-to-alls of expert parallelism have equal splits, those of perfectly balanced routing, so
-  that every shape is static, unless ``DeepSeekConfig.dropless`` asks for those that routing leads
+  that every shape is static, unless ``DeepSeekConfig.dropless`` selects those that routing leads
   to. Which expert a token goes to is still computed by the router, and the token counts are still
   exchanged.
 
@@ -44,8 +44,10 @@ class LlamaConfig:
 
 @dataclass(frozen=True)
 class DeepSeekConfig:
-    """Sizes of :class:`DeepSeek`; the defaults are those of the 16 B model of DeepSeek-V3's kind
-    (27 layers, the first one dense; 64 routed experts, 6 per token; 2 shared ones)."""
+    """Sizes of :class:`DeepSeek`; the defaults are those of a 16B model like DeepSeek-V3.
+
+    It has 27 layers, the first one dense; 64 routed experts, 6 per token; 2 shared experts.
+    """
 
     layers: int = 27
     dense_layers: int = 1
@@ -71,7 +73,7 @@ class DeepSeekConfig:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x`` ``[batch, seq, heads, dim]``; tables ``[seq, dim]``."""
+    """Rotate ``x`` ``[batch, seq, heads, dim]``; tables ``[seq, dim]``."""
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -195,7 +197,7 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(count, hidden, dim))
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Rows of ``x`` ``[tokens, dim]`` sorted by expert; ``counts`` ``[experts]``."""
+        """Compute rows of ``x`` ``[tokens, dim]``, sorted by expert; ``counts`` ``[experts]``."""
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
         gate = F.silu(torch._grouped_mm(x, self.w1.transpose(-2, -1), offs=ends))
         up = torch._grouped_mm(x, self.w3.transpose(-2, -1), offs=ends)
@@ -262,7 +264,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def _sizes(counts: torch.Tensor) -> list[int]:
-    """Values as sizes, each at least 0."""
+    """Return values as sizes, each at least 0."""
     sizes: list[int] = counts.tolist()
     for size in sizes:
         torch._check(size >= 0)

@@ -1,8 +1,8 @@
-"""Process groups without processes, and how the models are spread over them.
+"""Make process groups without processes, and shard the models over them.
 
 The world is fake: one process plays rank 0 of any number of ranks, and a collective moves nothing.
-Every mesh is made by :func:`start_world`, always in the same order, so that the names by which a
-graph refers to its process groups are the same whenever the graph is traced or loaded.
+Every mesh is made by :func:`start_world`, always in the same order, so that a graph's process
+groups have the same names whenever the graph is traced or loaded.
 """
 
 from collections.abc import Collection
@@ -60,8 +60,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group of a graph: its number of ranks and what it is for (``"fsdp"``, ``"tp"``,
-    ``"expert_fsdp"``, ``"ep"`` or ``"replicate"``)."""
+    """A graph's process group: its number of ranks and its role.
+
+    The role is ``"fsdp"``, ``"tp"``, ``"expert_fsdp"``, ``"ep"`` or ``"replicate"``.
+    """
 
     size: int
     role: str
@@ -69,8 +71,11 @@ class Group:
 
 @dataclass(frozen=True)
 class World:
-    """The meshes of a layout; ``data`` has the replicas as its first dimension where there are any.
-    ``groups`` maps a group's name in the graph to what it is."""
+    """The meshes of a layout.
+
+    ``data`` has the replicas, if any, as its first dimension. ``groups`` maps a group's name in the
+    graph to its role.
+    """
 
     layout: Layout
     data: DeviceMesh
@@ -84,7 +89,7 @@ _current: World | None = None
 
 
 def start_world(layout: Layout) -> World:
-    """Start the fake world of a layout, ending the one that an earlier call has started."""
+    """Start the fake world of a layout; end the one that an earlier call started."""
     global _current
     if _current is not None and _current.layout == layout and dist.is_initialized():
         return _current
@@ -128,7 +133,7 @@ def start_world(layout: Layout) -> World:
 
 
 def end_world() -> None:
-    """End the world that :func:`start_world` has started, if any."""
+    """End the world that :func:`start_world` started, if any."""
     global _current
     if _current is not None and dist.is_initialized():
         dist.destroy_process_group()
@@ -136,14 +141,14 @@ def end_world() -> None:
 
 
 def shard_llama(model: Llama, world: World) -> None:
-    """Megatron's column and row shards with sequence parallelism, then FSDP, in place."""
+    """Shard columns and rows like Megatron, with sequence parallelism, then FSDP, in place."""
     if world.tensor is not None:
         _tensor_parallel_llama(model, world.tensor)
     _fully_shard(model, world.data)
 
 
 def shard_deepseek(model: DeepSeek, world: World) -> None:
-    """Experts over the expert ranks and then over their own FSDP mesh, the rest by FSDP.
+    """Shard experts over the expert ranks and then over their own FSDP mesh, the rest by FSDP.
 
     The experts' gradients are averaged over their FSDP mesh alone. A trainer also divides them by
     the number of expert ranks, whose tokens they have seen, wherever it scales the loss.
@@ -173,8 +178,7 @@ def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:
 
 
 class _AsTensorParallel(nn.Module):
-    """The second step of a parametrization: the part that FSDP has gathered is a tensor-parallel
-    rank's shard of the parameter."""
+    """A parametrization's second step: what FSDP gathered is a tensor-parallel rank's shard."""
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         super().__init__()
@@ -186,8 +190,9 @@ class _AsTensorParallel(nn.Module):
 
 
 def _fully_shard(model: nn.Module, mesh: DeviceMesh, but: Collection[nn.Module] = ()) -> None:
-    """Mixed-precision FSDP of all modules but some that are sharded already: fp32 shards, bf16
-    gathers, fp32 reductions. A mesh of two dimensions has replicas in the first one.
+    """Shard all modules but those in ``but``: fp32 shards, bf16 gathers, fp32 reductions.
+
+    A mesh of two dimensions has replicas in the first one.
 
     ::
 

@@ -69,7 +69,7 @@ IN_MATRIX = tuple(name for name, m in MODELS.items() if m.parallelism)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.virtual_ranks:
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen(args: argparse.Namespace) -> list[Row]:
-    """The rows that the options ask for."""
+    """Return the rows that the options select."""
     if args.rows:
         patterns = args.rows.split(",")
         found = [row for row in ROWS if any(fnmatchcase(row.name, p) for p in patterns)]
@@ -136,9 +136,12 @@ def run(
     deadline: float,
     alone: bool = False,
 ) -> list[str]:
-    """How ranks failed, by row: those of one topology run on one set of ranks, or each ``alone``;
-    ``finish`` is called with each one's result. Where a rank fails, the rows after the one that it
-    was at run on new ranks."""
+    """Run the rows; return errors by row.
+
+    Rows of one topology share a set of ranks, unless each runs ``alone``.
+
+    ``finish`` is called with each row's result. After a rank fails, the rest runs on new ranks.
+    """
 
     def key(row: Row) -> Any:
         return row.backend, row.ranks, row.nodes, row.chunk_bytes, row.device, row.expert
@@ -170,8 +173,7 @@ def run_topology(
     finish: Callable[[RowResult], None],
     timeout_s: float,
 ) -> tuple[int, str]:
-    """How many rows of one topology were finished on one set of ranks, and how a rank failed, if
-    one did or the time limit passed."""
+    """Run rows of one topology on one set of ranks; return how many finished, and an error."""
     reports: dict[str, dict[int, RowReport]] = {}
     done = 0
 
@@ -193,7 +195,7 @@ def run_topology(
 
 
 def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
-    """Entry point of a rank: run ``rows``, all of one topology, and send a report of each."""
+    """Run ``rows``, all of one topology, on this rank, and send a report of each."""
     from eager_parity.ranks import row_group
 
     with row_group(rank, rows[0]):
@@ -202,7 +204,7 @@ def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
 
 
 def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
-    """What runs a row on this rank."""
+    """Return what runs a row on this rank."""
     from eager_parity.ranks import Runs, mesh_of
 
     kind: type[Runs] = Runs
@@ -216,7 +218,7 @@ def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
 
 
 def virtual(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
-    """``--virtual-ranks``; returns the exit status."""
+    """Run ``--virtual-ranks``; return the exit status."""
     from benchmarks.parity_virtual import run_virtual
 
     torch.set_num_threads(1)
@@ -266,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
         "--virtual-ranks",
         type=_virtual_ranks,
         metavar="LIST",
-        help="instead: simulate so many ranks, such as 64,128,256, in this process",
+        help="instead: simulate these numbers of ranks, such as 64,128,256, in this process",
     )
     parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for all rows")
     return parser

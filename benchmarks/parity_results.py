@@ -22,13 +22,13 @@ KERNELS = (
 
 @dataclass
 class RowResult:
-    """What came out of a row, of ``steps`` steps; what is not told here is as in ``RowReport``.
+    """The result of a row of ``steps`` steps; other attributes are those of ``RowReport``.
 
     Attributes:
         steps_equal: steps after which the hash of all ranks' weights is eager FSDP2's.
-        control_first_different_step: first step after which it is not when buckets are packed in
-            graph order; None where every step was equal, or there is no control.
-        cause: why weights differ, or why the control can't; "" where there is nothing to explain.
+        control_first_different_step: first step after which it differs with buckets in graph order;
+            ``None`` if every step was equal, or without a control.
+        cause: why weights differ, or why the control can't; ``""`` if nothing needs an explanation.
         experiment: the figures that prove the cause.
     """
 
@@ -52,7 +52,7 @@ class RowResult:
 
     @property
     def problems(self) -> list[str]:
-        """What keeps the row from passing."""
+        """List what keeps the row from passing."""
         if self.error:
             return [self.error.strip().splitlines()[-1]]
         found = []
@@ -76,14 +76,14 @@ class RowResult:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the row's fields, then the rest."""
+        """Return the row's fields, then the rest, for JSON."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "row"}
         verdict = {"passed": not self.problems, "problems": self.problems}
         return {**asdict(self.row), "ranks": self.row.ranks, **own, **verdict}
 
 
 def combine(reports: Sequence[RowReport], steps: int) -> RowResult:
-    """One row's result from the reports of all its ranks."""
+    """Combine the reports of all ranks into one row's result."""
     first = reports[0]
     row = first.row
 
@@ -139,7 +139,7 @@ def combine(reports: Sequence[RowReport], steps: int) -> RowResult:
 
 
 def verdict(result: RowResult) -> str:
-    """One line of progress."""
+    """Format one line of progress."""
     text = f"{result.steps_equal} of {result.steps} equal"
     if "aten_kernels_steps_equal" in result.experiment:
         text += f", on ATen's kernels {result.experiment['aten_kernels_steps_equal']} equal"
@@ -149,7 +149,7 @@ def verdict(result: RowResult) -> str:
 
 
 def render(results: Sequence[RowResult], left_out: Sequence[str] = ()) -> str:
-    """The table, with the causes below it, and what was left out."""
+    """Render the table, with the causes below it, and the rows that were left out."""
     steps = results[0].steps if results else 0
     rows = [
         ["row", "ranks", "steps equal", "on ATen's", "control", "layout", "collectives"],
@@ -185,7 +185,7 @@ def render(results: Sequence[RowResult], left_out: Sequence[str] = ()) -> str:
 
 
 def first_different(first: int | None) -> str:
-    """The step in words."""
+    """Format the step."""
     return "none" if first is None else f"step {first}"
 
 
@@ -195,8 +195,10 @@ def _kib(result: RowResult, level: str) -> str:
 
 
 def _total(traffic: Traffic, what: int, level: str = "") -> int:
-    """The number (0) or the bytes (1) of all collectives of a level. What is gathered again for
-    backward is a matter of memory, and not among them."""
+    """Sum the number (0) or the bytes (1) of all collectives of a level.
+
+    What is gathered again for backward depends on the memory bound, so it does not count.
+    """
     return sum(
         entry[what]
         for name, kinds in traffic.items()

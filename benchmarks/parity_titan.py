@@ -1,4 +1,4 @@
-"""torchtitan's own models, by its own eager FSDP2 path and by its SimpleFSDP, compiled."""
+"""Train torchtitan's own models by its eager FSDP2 path and by its SimpleFSDP, compiled."""
 
 import contextlib
 import functools
@@ -32,8 +32,10 @@ SEQ, BATCH = 32, 2
 
 @functools.cache
 def _dims(replicas: int, tensor: int, experts: int, backend: Any) -> ParallelDims:
-    """One for all rows alike: FSDP2 refuses a second one of equal meshes in a process ("different
-    mesh objects")."""
+    """Return the parallel dimensions, the same object for all rows.
+
+    FSDP2 refuses a second one of equal meshes in a process ("different mesh objects").
+    """
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=replicas,
         tensor_parallel_degree=tensor,
@@ -47,8 +49,7 @@ def _dims(replicas: int, tensor: int, experts: int, backend: Any) -> ParallelDim
 
 
 class TitanRuns(Runs):
-    """A debug model: its first layers, with the one of torchtitan's attentions that has a kernel
-    on CPU."""
+    """The first layers of a debug model, with torchtitan's attention that has a CPU kernel."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -118,10 +119,12 @@ class TitanRuns(Runs):
         return apply_simple_fsdp(self.build(), parallel_dims=self.dims, training=self.training)
 
     def _sharded_on_spmd_types(self, model: Any) -> nn.Module:
-        """What :func:`apply_simple_fsdp` of torchtitan 0.3.0 refuses, in the way of the releases
-        after it: SimpleFSDP shards this rank's part of a parameter, computation gets a plain
-        tensor, and a gradient that tensor-parallel ranks have parts of (``R``, as norms under
-        sequence parallelism) is added up over them before it is reduced."""
+        """Shard as releases after torchtitan 0.3.0 do, whose ``apply_simple_fsdp`` refuses to.
+
+        SimpleFSDP shards this rank's part of a parameter, and computation gets a plain tensor. A
+        gradient that is partial over tensor-parallel ranks (``R``, as norms under sequence
+        parallelism) is summed over them before it is reduced.
+        """
         tensor = self.dims.get_dense_tp_mesh().get_group() if self.dims.tp_enabled else None
         axis = tensor and spmd_types.MeshAxis.of(tensor)
         in_parts = {
@@ -168,7 +171,7 @@ class TitanRuns(Runs):
         return recipe(model, reference=eager)
 
     def batch(self, number: int) -> tuple[Any, ...]:
-        """Tokens and targets, the same on all tensor-parallel ranks."""
+        """Return tokens and targets, the same on all tensor-parallel ranks."""
         return text.batch(number, dist.get_rank() // self.dims.tp, size=BATCH, seq=SEQ)
 
     def loss(self, forward: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
@@ -177,7 +180,7 @@ class TitanRuns(Runs):
         return loss / (dist.get_world_size() // self.dims.tp * targets.numel())
 
     def sum_of_losses(self, pred: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Of this rank's tokens; tensor-parallel ranks have a part of the vocabulary each."""
+        """Sum this rank's losses; each tensor-parallel rank has a part of the vocabulary."""
         return cross_entropy_loss(pred, targets, global_vocab_size=self.vocab)
 
     def train(self, *args: Any, **options: Any) -> Trained:
@@ -187,7 +190,7 @@ class TitanRuns(Runs):
 
 @contextlib.contextmanager
 def spmd_collectives(others: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let spmd_types call these in the place of torch.distributed's of the same names."""
+    """Make spmd_types call these instead of torch.distributed's of the same names."""
     spmd_types.set_dist(SimpleNamespace(**vars(dist) | others))
     try:
         yield
@@ -196,8 +199,10 @@ def spmd_collectives(others: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 def _all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
-    """Of parts of any number of rows, which gloo exchanges as one tensor alone; so does
-    torchtitan, compiled."""
+    """Exchange parts of any number of rows, as one tensor.
+
+    gloo supports nothing else; torchtitan does the same when it is compiled.
+    """
     received, sent = torch.cat(outputs), torch.cat(inputs)
     rows = [[len(part) for part in parts] for parts in (outputs, inputs)]
     dist.all_to_all_single(received, sent, *rows, group=group)

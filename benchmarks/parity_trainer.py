@@ -1,5 +1,7 @@
-"""torchtitan's graph trainer: its tracer makes one graph of a step and runs a list of passes over
-it; this package's stand in the place of its bucketing pass."""
+"""Run torchtitan's graph trainer with this package's passes instead of its bucketing pass.
+
+Its tracer makes one graph of a step and runs a list of passes over it.
+"""
 
 import copy
 import time
@@ -78,7 +80,7 @@ class TrainerRuns(TitanRuns):
     def traced(
         self, model: nn.Module, passes: Sequence[GraphPass], compilation: Compilation
     ) -> tuple[Any, fx.GraphModule]:
-        """The trainer's trace after its passes, ours among them, and its graph before."""
+        """Return the trainer's trace after its passes, ours included, and its graph before."""
         step = make_fwd_bwd_step(model, self.traced_loss)
         functional: dict[str, Callable[..., Any]] = {
             f.__name__: partial(_functional, f) for f in traceable_collective_remaps
@@ -111,7 +113,7 @@ class TrainerRuns(TitanRuns):
         ]
 
     def inputs(self, number: int) -> tuple[torch.Tensor, ...]:
-        """The batch of that number and the number of its tokens on all ranks."""
+        """Return a step's batch and its number of tokens on all ranks."""
         tokens, targets = self.batch(number)
         ranks = dist.get_world_size() // self.dims.tp
         return tokens, targets, torch.tensor(float(ranks * targets.numel()))
@@ -119,7 +121,7 @@ class TrainerRuns(TitanRuns):
     def traced_loss(
         self, pred: torch.Tensor, labels: torch.Tensor, global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """The loss, as the trainer calls it."""
+        """Return the loss, called as the trainer calls it."""
         return self.sum_of_losses(pred, labels) / global_valid_tokens
 
     def traced_step(self, model: nn.Module, traced: Any) -> Step:
@@ -135,7 +137,7 @@ class TrainerRuns(TitanRuns):
 
 
 def _functional(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As Dynamo traces one of torch.distributed's own collectives, which change their argument."""
+    """Trace one of torch.distributed's in-place collectives as Dynamo does."""
     remapped = _remap_traceable_collective(collective, args, kwargs)
     assert remapped is not None
     function, _, bound = remapped

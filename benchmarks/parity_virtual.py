@@ -1,4 +1,4 @@
-"""Parity on more ranks than there are machines: all data-parallel shards in one process.
+"""Prove parity for more ranks than there are machines: all data-parallel shards in one process.
 
 Every virtual rank's gradients are computed in turn. They are packed twice: by the byte layout that
 was read from the compiled, bucketed backward graph, and by eager FSDP2's own copy-in over its param
@@ -99,7 +99,7 @@ def _fake_world(ranks: int) -> Iterator[DeviceMesh]:
 
 
 def eager_payloads(model: str, layers: int, mesh: DeviceMesh) -> list[Payload]:
-    """What eager FSDP2 packs together for a reduce-scatter, from its param groups."""
+    """Return the payloads that eager FSDP2's param groups reduce-scatter."""
     module = build(model, layers=layers)
     policy = MixedPrecisionPolicy(DTYPE, DTYPE)
     wrap_units(module, units_of(model, module), mesh=mesh, mp_policy=policy)
@@ -111,7 +111,7 @@ def eager_payloads(model: str, layers: int, mesh: DeviceMesh) -> list[Payload]:
 def compiled_buckets(
     model: str, layers: int, mesh: DeviceMesh, *, in_order: bool
 ) -> list[BucketReport]:
-    """The reduce-scatters of the compiled backward graph, one for each unit."""
+    """Return the reduce-scatters of the compiled backward graph, one per unit."""
     torch._dynamo.reset()
     module = build(model, layers=layers)
     teb.data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
@@ -128,7 +128,7 @@ def compiled_buckets(
 def reduce_by_layout(
     grads: Grads, buckets: Sequence[BucketReport], topology: RingTopology
 ) -> Grads:
-    """Reduce gradients packed as the buckets' bytes say."""
+    """Reduce gradients packed by the buckets' byte layout."""
     reduced: dict[str, Tensor] = {}
     for bucket in buckets:
         ranks, part = bucket.group_size, bucket.nbytes // DTYPE.itemsize
@@ -152,7 +152,7 @@ def reduce_by_layout(
 def reduce_by_copy_in(
     grads: Grads, units: Sequence[Sequence[str]], topology: RingTopology
 ) -> Grads:
-    """Reduce gradients packed by FSDP2's own operator, as ``foreach_reduce_scatter_copy_in``."""
+    """Reduce gradients packed by FSDP2's own operator, like ``foreach_reduce_scatter_copy_in``."""
     reduced: dict[str, Tensor] = {}
     for unit in units:
         ranks = grads[unit[0]].shape[0]
@@ -171,7 +171,7 @@ def reduce_by_copy_in(
 
 
 def _reduce(buffers: Tensor, topology: RingTopology) -> Tensor:
-    """``[source, destination, elements]`` to the averages ``[destination, elements]``."""
+    """Average ``[source, destination, elements]`` to ``[destination, elements]``."""
     inputs = [buffer.view(-1) for buffer in buffers]
     return torch.stack(simulate_reduce_scatter(inputs, topology, op=dist.ReduceOp.AVG))
 
@@ -191,7 +191,7 @@ class _Training:
         self._reduce = reduce
 
     def grads(self, step: int, ranks: int) -> Grads:
-        """Every virtual rank's gradients, computed one after another."""
+        """Return every virtual rank's gradients, computed one after another."""
         stacked = {
             fqn: torch.empty(ranks, *p.shape, dtype=DTYPE) for fqn, p in self._parameters.items()
         }
@@ -212,5 +212,5 @@ class _Training:
         self._optimizer.step()
 
     def digest(self) -> str:
-        """Of all weights."""
+        """Hash all weights."""
         return digest(self._module)

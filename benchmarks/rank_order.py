@@ -70,15 +70,15 @@ class RankOrderRuns(Runs):
     one_unit = False
 
     def plain(self) -> tuple[nn.Module, DeviceMesh]:
-        """Wide enough for several buckets of 1 MiB."""
+        """Make the model, wide enough for several buckets of 1 MiB."""
         return build(self.row.model, layers=self.row.layers, dim=WIDTH), self.mesh
 
     def units(self, model: nn.Module) -> list[Unit]:
-        """As of the row, or the whole model as one."""
+        """Return the row's units, or the whole model as one."""
         return [""] if self.one_unit else super().units(model)
 
     def all(self) -> Iterator[tuple[str, str]]:
-        """Sums in rank order first, then rings, whose names begin so."""
+        """Run sums in rank order, then rings; the names of these begin with "rings"."""
         for rings in (False, True):
             for self.one_unit in (False, True):
                 model = self.eager()
@@ -119,7 +119,7 @@ def _run(rank: Rank, row: Row, steps: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     args = _parser().parse_args(argv)
     say = sayer(time.monotonic())
     found: dict[str, dict[str, dict[str, str]]] = {}
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render(found: dict[str, dict[str, dict[str, str]]]) -> tuple[str, bool]:
-    """The table, and whether every model has one hash per mesh."""
+    """Render the table; return it and whether every model has one hash per mesh."""
     rows = [["model", "topology", "runs", "hashes", "hash", "rings: runs", "hashes"]]
     of_mesh: dict[tuple[str, int], set[str]] = {}
     for model, topologies in found.items():

@@ -41,7 +41,7 @@ LIMIT_S = 900
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.resume", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     add_json(parser)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(way: str, ranks: int, folder: Path) -> dict[str, Any]:
-    """Train in one way: what each start printed, in short."""
+    """Train in one way; return a summary of what each start printed."""
     whole = ["--steps", str(STEPS), "--compiler", "inductor"]
     if way == "whole":
         starts = [start(ranks, folder, whole)]
@@ -90,7 +90,7 @@ def run(way: str, ranks: int, folder: Path) -> dict[str, Any]:
 def start(
     ranks: int, folder: Path, options: Sequence[str], kill: bool = False, restarts: int = 0
 ) -> dict[str, Any]:
-    """One ``torchrun`` to its end, the last rank killed once if asked for."""
+    """Run ``torchrun`` to its end; with ``kill``, kill the last rank once."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     command += [str(folder.parent / SCRIPT), "--folder", str(folder)]
@@ -120,7 +120,7 @@ def read(file: Any) -> str:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The agent's processes that train, in the order of their ranks."""
+    """Return the agent's processes that train, in the order of their ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     found = []
     for child in children:
@@ -131,7 +131,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def table(document: dict[str, Any]) -> tuple[str, bool]:
-    """A line for each run, and whether all is well."""
+    """Render a line for each run; return it and whether all is well."""
     lines = [["ranks", "run", "ended with", "going on from", "held-out", "s", "weights"]]
     texts: list[str] = []
     well = True

@@ -1,4 +1,4 @@
-"""Step time and memory of our schedule, beside the unpatched torch's, on graphs of real size.
+"""Estimate step time and memory of our schedule and the unpatched torch's on graphs of real size.
 
     python -m benchmarks.schedule                           every graph, prints a table
     python -m benchmarks.schedule --only 'llama3_8b_*' --json out.json
@@ -52,7 +52,7 @@ GIB = 2**30
 
 
 def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = None) -> None:
-    """torch's own buckets and overlap, by our costs."""
+    """Run torch's own bucketing and overlap with our costs."""
     from torch._inductor.fx_passes import overlap_scheduling
 
     from eager_parity.devices import nodes
@@ -60,7 +60,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
     from torch_ext_bucketing.planner.cost.cost import Costs
 
     costs = Costs(nodes(between), SizeHints(graph.config.size_hints))
-    # torch estimates every compute node itself before it asks for our estimate, and needs a GPU
+    # torch estimates every compute node itself before it calls our estimate, and needs a GPU
     # (or Triton) for that.
     overlap_scheduling.estimate_roofline_runtime_ms = costs
 
@@ -77,7 +77,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
 
 
 def what_ours_plans(graph: Graph, reference: int) -> tuple[list[Policy], Options]:
-    """The policies, and which collectives are bucketed."""
+    """Return our policies, and the options that choose what is bucketed."""
     from torch_ext_bucketing.planner.schedule.memory import PeakMemory
     from torch_ext_bucketing.planner.schedule.overlap import Overlap
 
@@ -96,7 +96,7 @@ def run_ours(
     reference: int,
     between: float | None = None,
 ) -> dict[str, Any]:
-    """Our buckets, then our schedule."""
+    """Run our bucketing, then our schedule."""
     from eager_parity.devices import nodes
     from torch_ext_bucketing.bucketing.caps import ByCap
     from torch_ext_bucketing.bucketing.merge import apply_plan
@@ -118,7 +118,7 @@ def run_ours(
         caps = [cap_mb]
     apply_plan(graph.gm.graph, plan)
     report = schedule(
-        graph.gm.graph,  # its code is made behind all passes, and not by torch's either
+        graph.gm.graph,  # its code is generated after all passes, as with torch's
         policies,
         machine=machine,
         reference_bytes=reference,
@@ -191,7 +191,7 @@ def measure(
     layers: int | None,
     between: float | None = None,
 ) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     arguments = ["--only", name, "--repeat", str(repeat)]
     arguments += ["--cap", str(cap_mb)] if cap_mb else []
     arguments += ["--layers", str(layers)] if layers else []
@@ -204,7 +204,7 @@ def measure(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per graph, and the geometric mean over the bound."""
+    """Render one line per graph, and the geometric mean over the bound."""
     head = ["graph", "cap", "bound", "ours", "unpatched", "unbucketed", "ours"]
     head += ["peak,", "ours", "unpatched", "run", "unpatched", "ours", "unpatched"]
     below = ["", "MiB", "ms", "ms", "ms", "ms", "/ bound"]
@@ -238,7 +238,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.schedule", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
     parser.add_argument("--cap", type=float, metavar="MIB", help="bucket cap (default: chosen)")

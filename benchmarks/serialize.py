@@ -1,4 +1,4 @@
-"""Graphs as bytes, so that they can be kept on disk without being executed again.
+"""Serialize graphs to bytes, so that they can be kept on disk.
 
 Pickling a ``GraphModule`` drops the nodes' metadata, and the fake tensors of a pickle each come
 with a mode of their own. Here the nodes are pickled with what passes read after the partitioner:
@@ -10,9 +10,8 @@ with a mode of their own. Here the nodes are pickled with what passes read after
 
 A size that depends on data is an expression of symbols such as ``u0``. What torch knows of each
 symbol is kept with the graph: the least and the largest value, the hint that torch was given for
-it, what it was found to equal, and the assertions that torch leaves for the graph to check, from
-which it concludes what such sizes are (``u0 + u1 == 8192``). Symbols for the sizes of inputs are
-refused.
+it, what it was found to equal, and the assertions that torch leaves for the graph to check, which
+constrain such sizes (``u0 + u1 == 8192``). Symbols for the sizes of inputs are refused.
 """
 
 import io
@@ -32,8 +31,11 @@ _META = ("val", "custom", "desc", "partitioner_tag", "autograd_backward", "unbac
 
 
 def to_data(gm: fx.GraphModule) -> dict[str, Any]:
-    """What ``pickle`` can write; a ``TypeError`` names the node that it can't, or whose size is a
-    symbol of an input."""
+    """Return data that ``pickle`` can write.
+
+    Raises:
+        TypeError: names a node that can't be written, or whose size is a symbol of an input.
+    """
     file = io.BytesIO()
     pickler = _Pickler(file)
     constants: dict[str, Any] = {}
@@ -52,8 +54,10 @@ def to_data(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def from_data(data: dict[str, Any], mode: FakeTensorMode, device: torch.device) -> fx.GraphModule:
-    """The graph, with the names it had, all its fake tensors in ``mode``, which has a new
-    ``ShapeEnv`` where there are symbols, and on ``device``."""
+    """Rebuild the graph on ``device``, with its names, and all its fake tensors in ``mode``.
+
+    The mode gets a new ``ShapeEnv`` if the graph has symbols.
+    """
     if data["symbols"] is not None:
         add_symbols(data["symbols"], mode.shape_env)
     unpickler = _Unpickler(data["nodes"], mode, device)
@@ -70,8 +74,7 @@ def from_data(data: dict[str, Any], mode: FakeTensorMode, device: torch.device) 
 
 
 class _Pickler(pickle.Pickler):
-    """Writes nodes that are known, fake tensors, sizes, devices and operators by what
-    :class:`_Unpickler` has a method for."""
+    """Pickle known nodes, fake tensors, sizes, devices and operators; see :class:`_Unpickler`."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -164,7 +167,7 @@ def _depends_on_data(symbol: Any) -> bool:
 
 
 def symbols_to_data(env: ShapeEnv) -> dict[str, Any]:
-    """What ``env`` knows of the symbols that depend on data. See :func:`add_symbols`."""
+    """Return what ``env`` has about the symbols that depend on data; see :func:`add_symbols`."""
 
     def of(known: Any) -> dict[Any, Any]:
         return {symbol: known[symbol] for symbol in known if _depends_on_data(symbol)}
@@ -180,7 +183,7 @@ def symbols_to_data(env: ShapeEnv) -> dict[str, Any]:
 
 
 def add_symbols(data: dict[str, Any], env: ShapeEnv | None) -> None:
-    """Give a new ``env`` the symbols of :func:`symbols_to_data`, with what is known of them."""
+    """Give a new ``env`` the symbols of :func:`symbols_to_data` and their bounds and hints."""
     if env is None or env.var_to_range:
         raise ValueError("a graph with sizes that depend on data needs a new ShapeEnv")
     last = max((int(symbol.name[1:]) for symbol in data["ranges"]), default=-1)

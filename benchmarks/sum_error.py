@@ -1,4 +1,4 @@
-"""How far gradients of bfloat16 are from their mean in float64, by how they are added up.
+"""Simulate the error of bfloat16 gradients against float64, by the way they are summed.
 
     python benchmarks/sum_error.py
     python benchmarks/sum_error.py --ranks 8,64,512 --plot error.png
@@ -33,7 +33,7 @@ MEANS = (0.0, 1.0)
 
 
 def errors(ranks: int, mean: float) -> dict[str, float]:
-    """Of each way, for one buffer of normally distributed values."""
+    """Return the error of each way, for one buffer of normally distributed values."""
     generator = torch.Generator().manual_seed(ranks)
     size = max(1, ELEMENTS // ranks) * ranks
     gradients = (torch.randn(ranks, size, generator=generator) + mean).bfloat16()
@@ -51,7 +51,7 @@ def errors(ranks: int, mean: float) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("sum_error.py", __doc__)
     parser.add_argument(
         "--ranks",
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plot(found: dict[float, dict[int, dict[str, float]]], path: Path) -> None:
-    """Errors over ranks, a figure for each mean."""
+    """Plot errors over ranks, a figure for each mean."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(found), figsize=(9, 3.6), sharey=True)

@@ -1,11 +1,10 @@
-"""torchtitan's DeepSeek-V3 as its graph trainer shards it: SimpleFSDP, and dropless experts on a
-mesh of their own. torch 2.15 and torchtitan 0.3.0.
+"""Trace torchtitan's DeepSeek-V3 as its graph trainer shards it; torch 2.15 and torchtitan 0.3.0.
 
-It is traced by ``torch.compile``, whose assertions on sizes that depend on data are then in the
-graphs: how many tokens a rank sends to each other one, and gets from it, is known only at run time.
-Attention is the one for documents of any length (``varlen``), one operator on any device; each
-sequence is one document. On the CPU that the graphs are traced on, the counts of tokens need no
-copy to the host, which is one small kernel per layer less.
+The sharding is SimpleFSDP, with dropless experts on a mesh of their own. The tracer is
+``torch.compile``, so the graphs contain assertions on sizes that depend on data: the number of
+tokens between two ranks is known only at run time. Attention is the one for documents of any length
+(``varlen``), one operator on any device; each sequence is one document. The CPU needs no copy of
+the token counts to the host, which is one small kernel per layer less than on a GPU.
 """
 
 import importlib
@@ -37,8 +36,10 @@ _SPMD_BACKEND: Literal["partial_dtensor"] = "partial_dtensor"
 
 @dataclass(frozen=True)
 class TitanConfig:
-    """A model of torchtitan's; the defaults are its DeepSeek-V3 16B, 27 layers, the first one
-    dense, with the batch of its training configuration."""
+    """A torchtitan model; by default its DeepSeek-V3 16B with the batch of its training config.
+
+    It has 27 layers, the first one dense.
+    """
 
     layers: int = 27
     flavor: str = "16B"
@@ -49,7 +50,7 @@ class TitanConfig:
 
 
 def problem() -> str:
-    """Why nothing can be traced or loaded here; empty where it can."""
+    """Return why nothing can be traced or loaded here, ``""`` if it can."""
     try:
         found = importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
@@ -63,13 +64,13 @@ def problem() -> str:
 
 
 def register_operators() -> None:
-    """Make the operators known that the graphs call besides torch's own."""
+    """Register the operators that the graphs call besides torch's own."""
     importlib.import_module("torch.nn.attention.varlen")
     importlib.import_module("torchtitan.ops.scatter_add")
 
 
 class _TracedError(Exception):
-    """Ends the compile once its graphs are there."""
+    """End the compile once its graphs are there."""
 
 
 def trace_titan(
@@ -137,8 +138,10 @@ def _trace(config: TitanConfig, world: World, say: Say) -> dict[tuple[Phase, Any
 def build(
     config: TitanConfig, expert: int, attention: str = "varlen", annotate: bool = False
 ) -> tuple[Any, Any, Any]:
-    """The sharded model, on the meta device, its parallel dimensions and torchtitan's configuration
-    of them; ``annotate`` as its graph trainer does, for its passes."""
+    """Return the sharded model on the meta device, its parallel dimensions and their configuration.
+
+    ``annotate``: mark nodes as torchtitan's graph trainer does for its passes.
+    """
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.experiments.graph_trainer import simple_fsdp
@@ -169,7 +172,7 @@ def build(
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """From the meta device to fake CPU tensors, in place."""
+    """Replace meta tensors by fake CPU tensors, in place."""
 
     def fake(value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, DTensor):
@@ -188,8 +191,10 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def _name_groups(graph: fx.Graph, world: World) -> None:
-    """torchtitan makes process groups of its own, which are not there when the graph is loaded:
-    the collectives get the groups of the same ranks in ``world``."""
+    """Rename the collectives' groups to those of the same ranks in ``world``.
+
+    torchtitan makes process groups of its own, which do not exist when the graph is loaded.
+    """
     same = {ranks_of(group_by_name(name)): name for name in world.groups}
     for node in graph.nodes:
         group = collective_group(node)

@@ -1,4 +1,4 @@
-"""torchtitan's own ``train.py`` on four CPU ranks: its debug model, killed and resumed.
+"""Run torchtitan's own ``train.py`` on four CPU ranks: its debug model, killed and resumed.
 
     python -m benchmarks.titan_train                    # torch 2.15, torchtitan 0.3.0
     python -m benchmarks.titan_train --ways ours killed --gather bfloat16 --json out.json
@@ -58,7 +58,7 @@ MIB = "TITAN_TRAIN_MIB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.titan_train", __doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--gather", nargs="+", choices=GATHERED, default=GATHERED)
@@ -99,7 +99,7 @@ def _as_it_must_be(row: dict[str, Any]) -> bool:
 
 
 def _assets(folder: Path) -> None:
-    """A tokenizer of bytes and a text."""
+    """Write a tokenizer of bytes and a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from torch_ext_bucketing.testing import text
@@ -120,7 +120,7 @@ def _assets(folder: Path) -> None:
 def _run(
     folder: Path, way: str, gathered: str, pipeline: str
 ) -> tuple[dict[int, float], list[str]]:
-    """``train.py`` on all ranks, twice where it is killed; returns what :func:`_start` does."""
+    """Run ``train.py`` on all ranks, twice if it is killed; return the result of :func:`_start`."""
     given = ["--training.mixed_precision_param", gathered]
     if pipeline:
         schedule, microbatches = pipeline.split(":")
@@ -137,9 +137,13 @@ def _run(
 def _start(
     folder: Path, way: str, config: str, given: list[str], killed: int | None = None
 ) -> tuple[dict[int, float], list[str]]:
-    """``train.py`` on all ranks under the config that a function of this module makes, killed after
-    a step; returns the loss after each of its steps, and the reports of the stages of a pipeline,
-    on one rank of each."""
+    """Run ``train.py`` on all ranks under a config function of this module.
+
+    With a step to kill at, all ranks are killed after it.
+
+    Returns:
+        The loss after each step, and the reports of a pipeline's stages, from one rank of each.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", __spec__.name, "--rank"]
     command += ["--module", "benchmarks.titan_train", "--config", config]
@@ -180,15 +184,14 @@ def _start(
 
 
 def _equal_steps(folder: Path, way: str, other: str) -> int:
-    """The number of steps after which all weights of two ways are the same."""
+    """Count the steps after which all weights of two ways are the same."""
     return sum(
         _weights(folder / way, n) == _weights(folder / other, n) for n in range(1, STEPS + 1)
     )
 
 
 def _weights(out: Path, step: int) -> dict[str, bytes]:
-    """Digests of the weights in a checkpoint, those whose names the last one, of the model alone,
-    has."""
+    """Hash the weights in a checkpoint whose names the last one, of the model alone, has."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -206,13 +209,13 @@ def _weights(out: Path, step: int) -> dict[str, bytes]:
 
 
 def eager() -> Any:
-    """The debug model under torchtitan's trainer: eager FSDP2."""
+    """Return the config of the debug model under torchtitan's trainer: eager FSDP2."""
     registry = importlib.import_module("torchtitan.models.llama3.config_registry")
     return _small(registry.llama3_debugmodel())
 
 
 def theirs() -> Any:
-    """The same under its graph trainer."""
+    """Return the config of the same under its graph trainer."""
     name = "torchtitan.experiments.graph_trainer.llama3.config_registry"
     config = _small(importlib.import_module(name).graph_trainer_llama3_debugmodel())
     config.compile.disable_passes = ["cudagraph_pass"]
@@ -220,7 +223,7 @@ def theirs() -> Any:
 
 
 def ours() -> Any:
-    """The same with our pass pipeline."""
+    """Return the config of the same with our pass pipeline."""
     titan = importlib.import_module("torch_ext_bucketing.trainers.torchtitan")
     memory = importlib.import_module("torch_ext_bucketing.planner.schedule.memory").PeakMemory
     bound = memory(gib=float(os.environ[MIB]) / 1024) if MIB in os.environ else None
@@ -249,7 +252,7 @@ def _small(config: Any) -> Any:
 
 
 class _Results(dict[int, Any]):
-    """What forwards returned, by microbatch, where torch 2.15 looks for it, too."""
+    """Outputs of forwards by microbatch, also where torch 2.15 looks for them."""
 
     def __init__(self, stage: Any) -> None:
         self.states = stage._forward_chunk_states
@@ -272,7 +275,7 @@ def _results(stage: Any) -> _Results:
 
 
 def _expect_release(runtime: Any) -> None:
-    """Where ours lets go of gathered parameters, nothing else may hold them."""
+    """Check that nothing else holds gathered parameters where our passes free them."""
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -293,7 +296,7 @@ def _expect_release(runtime: Any) -> None:
                 return
             time.sleep(0.02)  # gloo's thread lets go a moment later
             gc.collect()  # compiling leaves cycles
-        raise RuntimeError(f"something holds gathered parameters behind {action}")
+        raise RuntimeError(f"something holds gathered parameters after {action}")
 
     runtime._handle_reshard = and_look
 

@@ -1,4 +1,4 @@
-"""From a sharded model to its forward and backward graphs, by AOTAutograd.
+"""Trace a sharded model to its forward and backward graphs, by AOTAutograd.
 
 ::
 
@@ -36,13 +36,12 @@ def trace_model(
     say: Say,
     ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> dict[tuple[Phase, Any], fx.GraphModule]:
-    """Trace the model that ``build`` makes under the fake mode, without weights, on token ids of a
-    shape; returns the graphs by phase and name.
+    """Trace the model that ``build`` makes under the fake mode; return graphs by phase and name.
 
-    The tensors are fake CPU tensors: the autograd engine can't go backward over fake CUDA tensors
-    on a machine without a GPU. Which device they are said to be on is up to whoever loads them.
-    ``ways`` are passes for the tagged joint graph, by the name of the graphs that come of it; None:
-    whether the backward graph gathers the parameters again.
+    The model has no weights and gets token ids of one shape. The tensors are fake CPU tensors: the
+    autograd engine can't go backward over fake CUDA tensors on a machine without a GPU. The loader
+    chooses the device that they claim. ``ways`` are passes for the tagged joint graph, by the name
+    of the resulting graphs; ``None``: whether backward gathers the parameters again.
     """
     from torch._functorch.aot_autograd import (
         aot_compile_joint_with_descriptors,
@@ -75,8 +74,10 @@ def partitioner(
     fqn_of: FqnOf,
     ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
-    """The default partitioner, on the tagged joint graph, once for each of ``ways``; ``graphs``
-    gets what it makes by phase and name."""
+    """Return the default partitioner, run on the tagged joint graph once for each of ``ways``.
+
+    It writes its graphs into ``graphs`` by phase and name.
+    """
     from torch._functorch.partitioners import default_partition
 
     wanted = ways or {True: [teb.ReshardAfterForward()], False: []}
@@ -103,7 +104,7 @@ def partitioner(
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy that shares metadata's values."""
+    """Copy a graph; the copy shares metadata's values."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy

@@ -1,4 +1,4 @@
-"""A real training run on CPU ranks over gloo, or GPU ranks over NCCL, in several ways side by side.
+"""Train on CPU ranks over gloo, or GPU ranks over NCCL, in several ways side by side.
 
     python -m benchmarks.train                                  2 and 4 ranks, both backends
     python -m benchmarks.train --ranks 2 --backend aot_eager --steps 10 --json out.json
@@ -19,7 +19,7 @@ round takes one step of each way on the same ranks; ratios are medians over the 
 the interval that holds the median at 95%. Memory is what a rank's resident memory grows by at most
 during a step, on a GPU what CUDA's allocator has given out; parameters and optimizer state, alike
 in all ways, are not in it. Equal means equal bits on every rank. With fewer GPUs than ranks the
-ranks share them, as ``test/eager_parity/devices.py`` says.
+ranks share them; see ``eager_parity.devices``.
 
 ``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
 Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
@@ -68,7 +68,7 @@ SIZES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.predict and args.backend != "aot_eager":
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.traces is not None and not args.predict:
         parser.error("--traces goes with --predict")
     if args.traces is not None and not args.traces.is_dir():
-        parser.error(f"--traces: {args.traces} is no folder")
+        parser.error(f"--traces: {args.traces} is not a folder")
     if args.device == "cuda" and (why := why_no_nccl()):
         parser.error(f"--device cuda: {why}")
     backends = tuple(b for b in BACKENDS if args.backend in (b, "both"))
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(training: Training, timeout_s: float) -> dict[str, Any]:
-    """One group of ranks from start to end."""
+    """Run one group of ranks from start to end."""
     say = sayer(time.monotonic())
 
     def on_message(rank: int, message: tuple[Any, Any]) -> None:
@@ -134,7 +134,7 @@ def run(training: Training, timeout_s: float) -> dict[str, Any]:
 
 
 def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
-    """What is printed and written: a dictionary for JSON.
+    """Combine the ranks' reports into a dictionary for JSON.
 
     A round's time of a way is that of its slowest rank. Ratios are taken round by round, because
     the machine's speed may drift, and their median is reported, with the interval that holds the
@@ -143,7 +143,7 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
     _, about = ranks[0]
 
     def of(way: str, field: str) -> list[Any]:
-        """By rank."""
+        """Return the values by rank."""
         return [getattr(ways[way], field) for ways, _ in ranks]
 
     def times(way: str) -> list[float]:
@@ -186,8 +186,7 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def problems(result: dict[str, Any]) -> list[str]:
-    """What must not be: ``units`` of ``aot_eager`` promises eager's bits, every way a loss near
-    eager's."""
+    """List what must not be: other bits of ``units`` under ``aot_eager``, a loss far off."""
     found = []
     for name, way in result["results"].items():
         exact = name == "units" and result["backend"] == "aot_eager"
@@ -205,7 +204,7 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 
 def _steps_equal(pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> int:
-    """Steps after which every rank has what eager has."""
+    """Count the steps after which every rank has eager's weights."""
     return sum(
         all(a == b for a, b in step)
         for step in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)
@@ -221,7 +220,7 @@ def _ratio_of(mine: Sequence[float], others: Sequence[float]) -> dict[str, float
 
 
 def render(document: dict[str, Any]) -> str:
-    """The tables, and what they say."""
+    """Render the tables and a summary."""
     return "\n\n".join([title(document), *map(_table, document["cells"])])
 
 
@@ -268,9 +267,10 @@ def _table(cell: dict[str, Any]) -> str:
 
 
 def _predictions(cell: dict[str, Any], by: str) -> str:
-    """How the cost model's times of the compiled ways compare with the measured ones.
+    """Compare the cost model's times of the compiled ways with the measured ones.
 
-    ``by``: ``"predicted"``, on the measured machine, or ``"traced"``, on that of the traces.
+    Args:
+        by: ``"predicted"``, on the measured machine, or ``"traced"``, on that of the traces.
     """
     ways = {name: way for name, way in cell["results"].items() if way[f"{by}_ms"]}
     predicted = {name: way[f"{by}_ms"] for name, way in ways.items()}

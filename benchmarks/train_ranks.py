@@ -1,4 +1,4 @@
-"""What each rank of ``benchmarks/train.py`` does: the same training in several ways, side by side.
+"""Run the ways of ``benchmarks/train.py`` on one rank, side by side.
 
 All ways start from the same weights and see the same text. The first steps of each way compile and
 warm up; then every round takes one step of each way, in an order that turns by one from round to
@@ -109,12 +109,14 @@ class WayReport:
 
 
 RankReport = tuple[dict[str, WayReport], dict[str, Any]]
-"""What one rank hands back: its ways, and what the table says of the model and the machines."""
+"""Result of one rank: its ways, and the texts about the model and the machines."""
 
 
 class TorchBuckets(teb.GraphPass):
-    """torch's own bucketing of FSDP's collectives with torch's defaults and no hook set, as
-    Inductor does it with :data:`TORCH_BUCKETS`, for graphs that Inductor does not see."""
+    """torch's own bucketing of FSDP's collectives, for graphs that Inductor does not compile.
+
+    It does what Inductor does with :data:`TORCH_BUCKETS` and no hook set.
+    """
 
     stage: ClassVar[Stage] = "forward_backward"
 
@@ -133,7 +135,7 @@ class TorchBuckets(teb.GraphPass):
 
 
 class Predict(teb.GraphPass):
-    """What the cost model says of a way's graphs, as they are compiled."""
+    """Keep a way's graphs as they are compiled, and time them by the cost model."""
 
     stage: ClassVar[Stage] = "forward_backward"
 
@@ -145,7 +147,7 @@ class Predict(teb.GraphPass):
         self.graphs.append(graph_of(graph))
 
     def ms(self, machine: teb.Machine) -> float:
-        """The time of all graphs, one after the other, on ``machine``."""
+        """Return the time of all graphs, one after the other, on ``machine``."""
         return sum(Timeline.of(model_of(graph, machine)).step_ms for graph in self.graphs)
 
 
@@ -167,7 +169,7 @@ class Way:
 
 
 def train_rank(rank: Rank, training: Training) -> RankReport:
-    """Entry point of a rank. Sends ``(way, seconds of the first step)`` and ``(round, rounds)``."""
+    """Train on one rank; send ``(way, seconds of the first step)`` and ``(round, rounds)``."""
     # A schedule may miss a bound that nobody set, on a machine that this is not.
     warnings.simplefilter("ignore")
     device = start(rank, "nccl" if training.device == "cuda" else "gloo")
@@ -237,8 +239,10 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
 def _traced_machine(
     rank: Rank, training: Training, step: Callable[[], None], measured: teb.Machine
 ) -> teb.Machine:
-    """The machine that traces of :data:`TRACED_STEPS` steps of every way show; what they don't show
-    is as measured."""
+    """Return the machine that traces of :data:`TRACED_STEPS` steps of every way show.
+
+    What the traces lack is as measured.
+    """
     with torch.profiler.profile(record_shapes=True) as profile:
         for _ in range(TRACED_STEPS):
             step()
@@ -253,7 +257,7 @@ def _traced_machine(
 
 
 def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machine = H100) -> Way:
-    """The model, sharded, and how it is run; ours plan for ``machine``."""
+    """Make the sharded model and the function that runs it; ours plan for ``machine``."""
     model = make_model(training).to(mesh.device_type)
     reduce_dtype = REDUCE_DTYPES[training.reduce_dtype]
     if name == "eager":
@@ -340,8 +344,10 @@ def _measured_step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> Non
 
 
 def _return_memory_at_once() -> None:
-    """Let the allocator give all but small blocks back as soon as they are freed, from here on:
-    otherwise one way's step runs in what another's has left."""
+    """Make the allocator return all but small blocks as soon as they are freed.
+
+    Otherwise one way's step runs in memory that another way has left.
+    """
     m_mmap_threshold = -3  # as glibc's malloc.h has it
     ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
 

@@ -1,4 +1,4 @@
-"""What a start costs, cold and warm: seconds from the start of the processes to the first step.
+"""Time cold and warm starts: seconds from the start of the processes to the first step.
 
     python -m benchmarks.warm                         2 and 4 ranks, 3 warm starts of each way
     python -m benchmarks.warm --ranks 2 --warm 1 --json out.json
@@ -53,7 +53,7 @@ LIMIT_S = 1200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.warm", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--warm", type=int, default=3, help="warm starts of each way")
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Of a rank that has its caches in this folder."""
+    """Return the environment of a rank that has its caches in this folder."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
     env.pop("PYTHONHASHSEED", None)
     return env | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
@@ -149,8 +149,10 @@ _delayed: list[str] = []
 
 
 def slow_down(folder: str, seconds: float) -> None:
-    """Let each opening, renaming, removing or listing of something in ``folder`` wait: all that
-    Python tells its audit hooks of."""
+    """Delay each opening, renaming, removing or listing of something in ``folder``.
+
+    These are the operations that Python reports to its audit hooks.
+    """
 
     def wait(event: str, args: tuple[Any, ...]) -> None:
         if event != "open" and not event.startswith("os."):
@@ -164,7 +166,7 @@ def slow_down(folder: str, seconds: float) -> None:
 
 
 def run_rank(way: str, rank: int, world: int, port: int) -> None:
-    """One rank: its first step, and when that was done; ends the process."""
+    """Run one rank's first step, print when it was done, and end the process."""
     if way != "ours":
         # Its modules can be imported, and what importing the package does is not done.
         package = types.ModuleType("torch_ext_bucketing")
@@ -199,7 +201,7 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
 
 
 def cache_counts() -> dict[str, list[int]]:
-    """Hits, misses and bypasses of this process: of the FX graph cache, and of AOTAutograd's."""
+    """Return hits, misses and bypasses of this process: the FX graph cache's and AOTAutograd's."""
     states = ("hit", "miss", "bypass")
     return {
         "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
@@ -208,19 +210,19 @@ def cache_counts() -> dict[str, list[int]]:
 
 
 def counted(result: dict[str, Any]) -> list[str]:
-    """Two cells of a table: what :func:`cache_counts` says."""
+    """Format :func:`cache_counts` as two cells of a table."""
     return ["/".join(map(str, result[kind])) for kind in ("graphs", "aot")]
 
 
 def pair() -> Any:
-    """Two linear layers, ``a`` and ``b``."""
+    """Make two linear layers, ``a`` and ``b``."""
     torch.manual_seed(0)
     layers = {"a": nn.Linear(8, 16, bias=False), "b": nn.Linear(16, 8, bias=False)}
     return nn.Sequential(OrderedDict(layers))
 
 
 def step_of_pair(model: nn.Module, run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """One step of ``model``, called as ``run``: the output, and this rank's gradients."""
+    """Run one step of ``model``, called as ``run``; return the output and this rank's gradients."""
     y = run(torch.arange(32.0).view(4, 8) + dist.get_rank())
     (y * y).sum().backward()
     grads = [p.grad for p in model.parameters()]
@@ -229,7 +231,7 @@ def step_of_pair(model: nn.Module, run: Callable[..., torch.Tensor]) -> list[tor
 
 
 def table(document: dict[str, Any]) -> str:
-    """All starts of each way, and what a warm start of ours costs in those of plain torch."""
+    """Render all starts of each way, and the cost of our warm start relative to plain torch."""
     from torch_ext_bucketing.testing.demo.table import columns  # not where a plain way runs
 
     lines = [title(document)]

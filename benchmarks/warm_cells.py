@@ -1,4 +1,4 @@
-"""Which starts hit Inductor's caches and which miss, under ``torchrun`` on gloo ranks.
+"""Check which starts hit Inductor's caches and which miss, under ``torchrun`` on gloo ranks.
 
     python -m benchmarks.warm_cells
     python -m benchmarks.warm_cells --json out.json
@@ -59,7 +59,7 @@ CHANGED = ("other order", "other policy", "other mesh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.warm_cells", __doc__)
     add_json(parser)
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list[dict[str, Any]]:
-    """One start of all ranks; returns a row for each cell."""
+    """Start all ranks once; return a row for each cell."""
     env = environment(folder / "cache") | {"PYTHONPATH": str(folder)}
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run(
@@ -138,7 +138,7 @@ def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list
 
 
 def run_rank(cells: Sequence[str]) -> None:
-    """One rank under ``torchrun``: what the caches did for each cell; ends the process."""
+    """Run one rank under ``torchrun``, print each cell's cache counts, and end the process."""
     torch.set_num_threads(1)
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
     dist.init_process_group("gloo")
@@ -189,7 +189,7 @@ def run_cell(cell: str) -> dict[str, Any]:
 
 
 def table(document: dict[str, Any]) -> str:
-    """A line for each start and cell."""
+    """Render a line for each start and cell."""
     rows = [["start", "cell", "graphs", "AOT", "as expected"]]
     for row in document["rows"]:
         said = f"yes: {row['expected']}" if row["ok"] else f"NO: not {row['expected']}"

@@ -1,4 +1,4 @@
-"""Shared fixtures, the order of files, and the two parts of a run: without the hooks and with them."""
+"""Shared fixtures, and the two parts of a run: without the hooks of torch and with them."""
 
 import contextlib
 import gc
@@ -11,13 +11,12 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Inductor would compile and load six small programs, in processes of their own, in every cache
-# directory that it finds empty: is there AVX-512, ...? Ten seconds of CPU time each time. What the
-# CPU says of itself is enough here.
+# Without this, Inductor compiles and loads six small programs for each empty cache directory, to
+# find vector instructions such as AVX-512: ten seconds of CPU time. The CPU's flags are enough here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Of what a kernel takes to compile, a third is linking by binutils' first linker; its second one
-# takes a quarter of that. GCC looks here for a program of the name.
+# Linking takes a third of a kernel's compile time with ld.bfd, and a quarter of that with ld.gold.
+# GCC looks for "ld" in COMPILER_PATH.
 if gold := shutil.which("ld.gold"):
     linker = Path(tempfile.gettempdir(), f"torch-ext-bucketing-gold-{os.getuid()}", "ld")
     linker.parent.mkdir(0o700, exist_ok=True)
@@ -28,7 +27,7 @@ if gold := shutil.which("ld.gold"):
 from torch_ext_bucketing import hooks
 from torch_ext_bucketing.testing import ranks
 
-# How long an example takes depends on what else runs; what a fixture makes is good for all of them.
+# An example's time depends on the machine's load. All examples of a test may share its fixtures.
 hypothesis.settings.register_profile(
     "here", deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
@@ -36,14 +35,20 @@ hypothesis.settings.load_profile("here")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--hooks", action="store_true", help="only what is about the hooks, with them")
+    parser.addoption(
+        "--hooks",
+        action="store_true",
+        help="run only the tests marked hooks, with the hooks of torch installed",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """All ranks of a run come from one server. What is about a process's start or its end, its
-    environment at import or its hash seed needs a process started otherwise."""
+    """Start the server that all ranks of a run are forked from; install the hooks if given.
+
+    Tests of a process's start, end, hash seed or environment at import start their own processes.
+    """
     given = config.getoption("--hooks")
-    ranks.preload("torch" if given else "rank_imports")  # what the hooks change comes after them
+    ranks.preload("torch" if given else "rank_imports")  # ranks import what the hooks change later
     if given:
         hooks.install()  # before any test file imports torch's bucketing
 
@@ -61,8 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The collector need not walk over torch again and again: a third of a compile's time. See
-    ``rank_imports``."""
+    """Exempt torch's objects from garbage collection, which takes a third of a compile's time.
+
+    Ranks do the same, see ``rank_imports``.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -70,7 +77,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Nothing compiled before counts, nor afterwards."""
+    """Reset Dynamo before and after the test."""
     import torch
 
     torch._dynamo.reset()
@@ -80,7 +87,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A fake process group, of 4 ranks or as many as the test asks for by parametrization."""
+    """Make a fake process group of 4 ranks, or of the number that the test is parametrized with."""
     from collective_graphs import fake_group
 
     world_size = getattr(request, "param", 4)
@@ -90,7 +97,7 @@ def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
-    """A fake process group of 2 ranks."""
+    """Make a fake process group of 2 ranks."""
     from collective_graphs import fake_group
 
     with fake_group(2):

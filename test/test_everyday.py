@@ -1,4 +1,4 @@
-"""What people do around a training step is bit for bit what eager FSDP2 does."""
+"""Everyday uses of a training step give the bits of eager FSDP2."""
 
 import copy
 import warnings
@@ -34,13 +34,12 @@ STEPS = 3
 
 ROW = {row.case: row for row in ROWS if row.case}
 CHEAP = ("regional", "graph_break_in_a_unit", "resume_on_fewer_ranks", "two_models")
-"""Of the cases, those that this suite has the time for; ``parity.py --rows 'everyday/*'`` runs
-all."""
+"""Cases that are fast enough for tests; ``parity.py --rows 'everyday/*'`` runs all."""
 
 
 @pytest.fixture(scope="module")
 def reports():
-    """By case, those of all ranks."""
+    """Run the cases on four ranks; return the reports of all ranks by case."""
     found = {name: {} for name in CHEAP}
 
     def keep(rank, report):
@@ -55,7 +54,7 @@ def reports():
 @pytest.mark.once
 @pytest.mark.parametrize("name", CHEAP)
 def test_equals_eager_fsdp2(reports, name):
-    """Or it is listed with the reason why it can't be, and is not: these are the controls."""
+    """Rows that list a reason to differ are controls: they must differ."""
     result = combine(reports[name], STEPS)
     assert result.problems == [], result.error
 
@@ -115,7 +114,7 @@ def test_a_checkpoint_gathers_nothing(fake_world, monkeypatch):
 
 
 def test_modules_of_one_class_share_compiled_code(fake_world):
-    """One graph for all blocks, named after the first, whichever it is compiled for again."""
+    """All blocks share one graph with the names of the first block."""
     model = sharded(TwoBlocks())
     assert type(model.layers[0]) is type(model.layers[1])
     b = backend("aot_eager", agree=False)
@@ -181,7 +180,7 @@ class LeanBlock(nn.Module):
 
 
 class Lean(TwoBlocks):
-    """Fewer parameters, as each makes a compile longer."""
+    """A model of few parameters, because each makes a compile longer."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +195,7 @@ class Broken(Lean):
 
 
 def divided(model, units):
-    """The warnings of two steps, of which the second has another length."""
+    """Run two steps of different lengths; return the warnings and the reports."""
     order = FSDPParamOrder.from_model(model, units)
     b = backend("aot_eager", [ReshardAfterForward(), BucketByUnit(order)], agree=False)
     run = torch.compile(sharded(model), backend=b, dynamic=False)
@@ -245,7 +244,7 @@ ROOTED = ("layers.0", "layers.1", "")
     ],
 )
 def test_what_only_running_shows_is_warned_of(fake_world, units, make, expected):
-    """One warning in three steps; none where the way out was taken that it names."""
+    """A warning appears once in three steps, and not where its advice is followed."""
     model = Lean()
     if make.startswith("one block"):
         model.layers[1] = model.layers[0]
@@ -291,7 +290,7 @@ def tied():
     ],
 )
 def test_what_a_list_of_passes_leaves_out_is_warned_of(fake_world, make, mode, passes, expected):
-    torch._dynamo.reset()  # or so many cases of one code are too many for it
+    torch._dynamo.reset()  # otherwise the cases exceed the recompile limit
     model, units = make(), ROOTED
     mesh = init_device_mesh("cpu", (2, 2) if mode == "hybrid_shard" else (4,))
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""``python -m torch_ext_bucketing explain``."""
+"""The command ``python -m torch_ext_bucketing explain``."""
 
 import itertools
 import json
@@ -16,6 +16,8 @@ from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.testing.target import TargetError
 
+pytestmark = pytest.mark.once
+
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 HERE = f"{__name__}"
 
@@ -25,7 +27,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert not dist.is_initialized(), "the fake process group was not destroyed"
+    assert not dist.is_initialized(), "the fake process group is still there"
 
 
 def two_blocks():
@@ -74,7 +76,6 @@ recipe(model, 'parity'):
   Schedule([Overlap()], machine=Machine("""
 
 
-@pytest.mark.once
 def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
     file = tmp_path / "machine.json"
     Machine(name="mine", flops={"bfloat16": 1e12}).save(file)
@@ -87,7 +88,6 @@ def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
     assert "Schedule" in said.split("time per pass")[1]
 
 
-@pytest.mark.once
 def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
     file = tmp_path / "machine.json"
     slow = {("all_to_all", 8): ((1, 1.0),), ("reduce_scatter", 8): ((1, 0.01),)}
@@ -136,7 +136,6 @@ def test_bad_targets_are_named(target, match):
         explain(target, goal="speed", world_size=2)
 
 
-@pytest.mark.once
 def test_bad_options(capsys):
     for argv in (["--world-size", "0"], ["--json", "/"]):
         with pytest.raises(SystemExit) as stop:
@@ -147,7 +146,7 @@ def test_bad_options(capsys):
 
 
 def routed():
-    """Make products whose number of rows depends on data."""
+    """Make a model of products whose number of rows depends on data."""
 
     class Routed(torch.nn.Module):
         def __init__(self):
@@ -184,7 +183,7 @@ def test_times_of_a_machine_and_of_sizes_that_depend_on_data(tmp_path, capsys):
             assert main(command) == 0
             assert f"as given: {rows} for u0" in capsys.readouterr().out
             steps[rows] = json.loads(out.read_text())["schedules"][0]["step_ms"][1]
-    # up and down, each 2 x 64 x 256 operations per row, at 1e6 a second
+    # up and down: 2 x 64 x 256 operations per row each, at 1e6 per second
     flops_ms = {rows: 2 * rows * 2 * 64 * 256 / 1e6 * 1e3 for rows in steps}
     assert steps == pytest.approx(flops_ms, rel=1e-3)
 
@@ -204,11 +203,11 @@ def test_a_process_group_of_someone_else(fake_world):
         explain(f"{HERE}:two_blocks")
     dist.destroy_process_group()
 
-    dist.init_process_group("fake", rank=0, world_size=2)  # for the fixture
+    dist.init_process_group("fake", rank=0, world_size=2)  # the fixture destroys it
 
 
 def test_a_trace_of_before_and_after(tmp_path, capsys):
-    """Every row has one kernel at a time, and all collectives of the report are there."""
+    """Every row has one kernel at a time, and the trace has all collectives of the report."""
     file = tmp_path / "trace.json"
     options = ["--goal", "speed", "--brief", "--world-size", "4", "--trace", str(file)]
     assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
@@ -230,9 +229,8 @@ def test_a_trace_of_before_and_after(tmp_path, capsys):
     assert "longest compute run" in capsys.readouterr().out
 
 
-@pytest.mark.once
 def test_a_picture_of_before_and_after(tmp_path, capsys):
-    """A bound adds the curve of what more memory saves."""
+    """With a bound, the picture shows the step time for more memory, too."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install matplotlib")
     file = tmp_path / "picture.png"
     options = ["--goal", "speed", "--world-size", "4", "--plot", str(file), "--memory-gib", "1"]
@@ -242,12 +240,11 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
     assert re.search(r"kept from forward to backward: \d of \d units and [1-9] of [1-9]", said)
     assert file.read_bytes().startswith(b"\x89PNG")
     height = int.from_bytes(file.read_bytes()[20:24], "big")
-    assert height == 1045  # four rows: the last one has time and peak over the bound
+    assert height == 1045  # four rows; the last one plots time and peak over the bound
     assert file.stat().st_size > 20_000
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_command_on_the_demo_model(tmp_path, capsys):
     file = tmp_path / "report.json"
     options = ["--world-size", "16", "--json", str(file)]

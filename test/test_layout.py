@@ -53,7 +53,7 @@ NAMES = {name_of(p) for p in MODULES}
 
 
 def cycle(edges: dict[str, set[str]]) -> list[str]:
-    """Find one cycle, or nothing."""
+    """Find a cycle; return its nodes, or an empty list."""
     done: set[str] = set()
 
     def walk(at: str, path: list[str]) -> list[str]:
@@ -86,10 +86,9 @@ def test_imports_between_modules_point_one_way():
 
 
 def test_imports_between_folders_point_one_way():
-    """Modules of the root are not in a folder.
+    """``_exports``, ``_gc``, ``_source``, ``errors`` and ``fqns`` are below all folders.
 
-    ``_exports``, ``_gc``, ``_source``, ``errors`` and ``fqns`` are below all folders, the others
-    above them.
+    The rest of the root is above them.
     """
     edges: dict[str, set[str]] = {}
     for path in MODULES:
@@ -122,7 +121,7 @@ import importlib, pathlib, sys
 import torch_ext_bucketing
 importlib.import_module(sys.argv[1])
 for name, module in sys.modules.items():
-    if name.startswith("torch_ext_bucketing."):
+    if name.partition(".")[0] == "torch_ext_bucketing":
         text = pathlib.Path(module.__file__).read_text(encoding="utf-8")
         print(len(text.splitlines()), name)
 """
@@ -168,10 +167,10 @@ def test_the_root_is_small_and_no_module_is_long():
 
 
 def test_private_torch_is_touched_in_one_folder():
-    """Only ``_torch/`` imports ``torch._inductor`` and other private modules.
+    """Only ``_torch/`` imports ``torch._inductor`` and other modules with such names.
 
-    Config entries and the base class of custom passes are offered to other packages. ``hooks`` is
-    about torch's files, and ``testing`` is a client.
+    Allowed everywhere are what torch offers to others: config entries and the base class of custom
+    passes. ``hooks`` patches torch's files, and ``testing`` uses the package as a client.
     """
     offered = ("torch._inductor.config", "torch._inductor.custom_graph_pass")
     found = []
@@ -193,7 +192,7 @@ def test_private_torch_is_touched_in_one_folder():
 
 
 def test_torch_is_enough():
-    """torch does not install numpy, and its collectives of objects, among others, need it."""
+    """Nothing needs numpy, which torch does not install; its object collectives do."""
     needs = {"numpy", "all_gather_object", "broadcast_object_list", "gather_object"}
     found = []
     for path in MODULES:

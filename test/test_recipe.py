@@ -1,4 +1,4 @@
-"""``recipe``: lists of passes to start from. ``test_parity`` trains by them on ranks."""
+"""``recipe``: lists of passes to start from. ``test_parity`` trains with them on ranks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def wrapped(mesh):
-    """Eager FSDP2 as trainers call it: the embedding, each block, norm and head, then the root."""
+    """Shard with eager FSDP2 as trainers do: embedding, each block, norm with head, then the root."""
     model = small_transformer()
     return eager_fsdp2(model, [*teb.transformer_block_plan(model), ""], mesh)
 
@@ -98,7 +98,7 @@ def test_every_kind_of_a_mode_is_bucketed(fake_world, mode, goal):
 
 
 def test_what_tensor_parallelism_replicates_is_no_replica(fake_world):
-    """A norm under FSDP and TP: its all-reduce adds up parts, before the gradient is scattered."""
+    """Under FSDP and TP, a norm's all-reduce adds partial gradients before the reduce-scatter."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.LayerNorm(4))
     placed = {"0.weight": Shard(1), "1.weight": Replicate(), "1.bias": Replicate()}
@@ -115,7 +115,7 @@ def test_the_units_may_be_given(fake_world):
     model = sharded()
     passes = teb.recipe(model, units=["blocks.0", "blocks.1", ""])
     assert passes[2].units.units[-1] == ("embed.weight", "norm.weight", "output.weight")
-    # Not "", which is every parameter of the model.
+    # Not "", which names every parameter of the model.
     assert passes[1].keep == ("blocks.1", *passes[2].units.units[-1])
     assert "units=manual_plan(['blocks.[0-1]', ''], model)" in repr(passes)
 
@@ -161,7 +161,7 @@ def test_bad_arguments(fake_world, error, match):
 
 @pytest.mark.parametrize("goal", ["parity", "speed"])
 def test_one_bound_for_the_memory_of_a_step(fake_world, goal):
-    """The optimizer's state is part of it, whoever says how large it is."""
+    """The bound includes the optimizer's state, given by size, optimizer or default."""
     model, memory = sharded(), teb.PeakMemory(gib=40)
     elements = sum(p.to_local().numel() for p in model.parameters())
     adam = torch.optim.AdamW(model.parameters())
@@ -180,7 +180,7 @@ def test_one_bound_for_the_memory_of_a_step(fake_world, goal):
         assert "PeakMemory(ratio=1.02)" not in repr(passes)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    adam.step()  # now it has a state
+    adam.step()  # which creates its state
     assert teb.recipe(model, memory=memory, optimizer=adam)[1].state_bytes == 8 * elements
 
 

@@ -1,4 +1,4 @@
-"""What must work on every torch that is supported: the demo, and each pass once in a training step."""
+"""The demo, and each pass in one training step, on every supported torch."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 
 def lists(order, mesh, model, units):
-    """Lists of passes by what decides the buckets."""
+    """Make lists of passes, by the rule that forms buckets."""
     return {
         "units": [
             teb.hooks.TagParameters(model),
@@ -101,7 +101,7 @@ def test_no_pass_is_left_out(fake_world):
 
 
 def test_the_demo_matches_eager_bit_for_bit(tmp_path, capsys):
-    """On four ranks: on two the order does not matter."""
+    """Run on four ranks: sums of two do not depend on order."""
     path = tmp_path / "demo.json"
     small = "--ranks 4 --nodes 2 --steps 4 --dim 64 --layers 1"
     status = main(["demo", *small.split(), "--json", str(path)])

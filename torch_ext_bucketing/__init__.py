@@ -1,21 +1,19 @@
 """Collective bucketing for compiled PyTorch training.
 
-Importing the package changes nothing in torch. ``torch_ext_bucketing.hooks``, which is for torch's
-own passes, does so when it is asked to.
+Importing the package changes nothing in torch; only ``hooks.install()``, for torch's own passes,
+does. This module exports what most programs need. The rest is imported from its module:
 
-What most programs need is here; a module of its own has each of the rest:
-
-- ``passes.base``: the facts by which a ``GraphPass`` of your own says where it may stand;
+- ``passes.facts``, ``passes.compilation``: for a ``GraphPass`` of your own;
+- ``bucketing.plan.BucketPlanner``: for a planner of your own;
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
-- ``passes.diagnostics`` and ``planner.passes.resharding``: the other warnings of a compile;
-- ``fsdp.simple_fsdp.ReduceOnce``: several backwards, one reduction;
+- ``rewrites``: the passes that ``MatchFSDP2`` stands for;
+- ``fsdp.simple_fsdp.ReduceOnce``: several backward calls, one reduction;
 - ``planner.cost.machine.Level``, ``H100``: networks and machines for the cost model;
 - ``planner.schedule.scheduler.schedule``, ``planner.schedule.model.peak_bytes``,
-  ``bucketing.caps.ByCap``, ``agreement.before_run.agree``, ``graph.tags``: what the passes
-  do, as functions of one graph;
-- ``bucketing.plan.BucketPlanner``: the protocol of planners of buckets, for one of your own;
-- ``testing``: for testing a model of your own on CPU ranks, bit for bit against eager FSDP2.
+  ``bucketing.caps.ByCap``, ``agreement.before_run.agree``, ``graph.tags``: the passes' work, as
+  functions of one graph;
+- ``testing``: tests of a model on CPU ranks, bit for bit against eager FSDP2.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
     from .rewrites.match_fsdp2 import MatchFSDP2 as MatchFSDP2
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
 
-__version__ = "0.1.0"
+__version__: str
 
 _MODULES = ("errors", "fsdp", "hooks", "testing")
 _HOME = {
@@ -95,7 +93,18 @@ _RENAMED = {
 __all__ = sorted(_HOME)
 
 # Importing the package stays cheap: what is used is imported when it is used.
-__getattr__ = lazy_exports(__name__, _HOME, _MODULES, _RENAMED)
+_export = lazy_exports(__name__, _HOME, _MODULES, _RENAMED)
+
+
+def __getattr__(name: str) -> object:
+    if name != "__version__":
+        return _export(name)
+    from importlib import metadata
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

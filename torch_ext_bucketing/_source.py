@@ -1,9 +1,8 @@
-"""Digests of source code, for the ``uuid()`` of objects that Inductor keys its caches by: a key
-made of a hook's fields alone goes on hitting after the hook's code was changed.
+"""Digests of source code, for cache keys.
 
-Upstream hashes the files of a custom pass
-(``torch._inductor.custom_graph_pass.get_hash_for_files``); this does the same by module name, so
-that it works for a package in a zip file, too.
+A key made from settings alone would still hit after the code has changed. Upstream hashes the files
+of a custom pass (``torch._inductor.custom_graph_pass.get_hash_for_files``). This hashes modules by
+name, which works for a package in a zip file, too.
 """
 
 from __future__ import annotations
@@ -25,8 +24,13 @@ _NO_SOURCE = (
 
 @functools.cache
 def source_digest(*module_names: str) -> str:
-    """SHA-256 (hex) over the sources of the named modules, none of which is imported for it but its
-    parents; a ``RuntimeError`` where one can't be found, as no uuid without it would be safe."""
+    """Hash the sources of the named modules with SHA-256, in hex.
+
+    Only their parent packages are imported.
+
+    Raises:
+        RuntimeError: a source can't be read.
+    """
     digest = hashlib.sha256()
     for name in module_names:
         source = _source_of(name)
@@ -37,12 +41,12 @@ def source_digest(*module_names: str) -> str:
 
 
 def package_digest() -> str:
-    """The digest of all modules of this package, in every folder but ``hooks`` (which no pass of
-    this package needs) and ``testing``, which no graph goes through; as they were when this module
-    was imported.
+    """Return the digest of this package, as it was when this module was imported.
+
+    ``hooks`` and ``testing`` are left out: no pass of the package uses them.
 
     Raises:
-        RuntimeError: as of :func:`source_digest`.
+        RuntimeError: see :func:`source_digest`.
     """
     if not _PACKAGE:
         raise RuntimeError(_NO_SOURCE.format(__package__))
@@ -50,7 +54,7 @@ def package_digest() -> str:
 
 
 def _sources(folder: Traversable, apart: tuple[str, ...] = (), path: str = "") -> Iterator[str]:
-    """Paths and sources of the modules in a folder and those below it, but for those ``apart``."""
+    """Yield paths and sources of the modules in a folder and its subfolders, without ``apart``."""
     for item in sorted(folder.iterdir(), key=lambda item: item.name):
         if item.is_dir() and item.name not in apart:
             yield from _sources(item, path=f"{path}{item.name}/")
@@ -62,10 +66,12 @@ _noted: dict[str, str] = {}
 
 
 def note_sources(cls: type) -> dict[str, str]:
-    """The modules that define a class and its bases, each with the digest of its source as it was
-    when this met it first (what is on disk later may not be what runs), empty where that can't be
-    read. Not among them are those that have a digest of their own: this package's, and torch's,
-    which Inductor's keys name."""
+    """Map the modules that define a class and its bases to digests of their sources.
+
+    The digest is empty if the source can't be read. Modules of this package and of torch are left
+    out: :func:`package_digest` and Inductor's own keys cover them.
+    """
+    # A digest is taken once, when a class is made: later the file may not be what runs.
     modules = dict.fromkeys(c.__module__ for c in cls.__mro__)
     known = ("builtins", "abc", "typing", "collections", "torch", __package__)
     names = [name for name in modules if name.partition(".")[0] not in known]
@@ -81,7 +87,7 @@ def note_sources(cls: type) -> dict[str, str]:
 def _source_of(name: str) -> str | None:
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
-    if module is not None and spec is None:  # a script, which has a file only
+    if module is not None and spec is None:  # a script: it has a file, and no spec
         try:
             return Path(module.__file__).read_text(encoding="utf-8")  # type: ignore
         except (AttributeError, OSError, TypeError, UnicodeDecodeError):

@@ -46,48 +46,50 @@ def recipe(
     state_bytes_per_parameter: float | None = None,
     to: DeviceMesh | int | None = None,
 ) -> list[GraphPass]:
-    """The recommended passes for a sharded model, for :func:`.backend`: an ordinary list, to be
-    printed and changed, as the ``repr`` of the passes is the code that makes them.
+    """Return the recommended passes for a sharded model, for :func:`.backend`.
 
-    - ``"parity"``: the same weights as eager FSDP2, bit for bit. One bucket per unit of eager
-      FSDP2, its members in eager's order, and gradients of activations added unit by unit; then the
-      graph is reordered for overlap, which changes no result.
-    - ``"speed"``: byte caps chosen by trying several on a cost model, and an order that overlaps
-      within 1.02 of the unbucketed graph's peak memory. Buckets are not eager's units, so bits are
-      not eager's either, but with ``reduce``.
+    The result is an ordinary list, to be printed and changed: the ``repr`` of each pass is the code
+    that makes it.
 
-    Every parameter is gathered and reduced once, however often it is used, and largest values that
-    gathers in 8 bits wait for are reduced together; with hybrid sharding, gradients are scattered
-    over the shards before they are reduced over the replicas. Gathered parameters are freed after
-    forward but for those of the last unit, as trainers on FSDP2 set it (``reshard_after_forward``).
-    Parameters that are trained and not sharded are a ``NotBucketedWarning``.
+    - ``"parity"``: the same weights as eager FSDP2, bit for bit. Each unit of eager FSDP2 is one
+      bucket, its members in eager's order, and gradients of activations are added unit by unit.
+      The graph is then reordered for overlap, which changes no result.
+    - ``"speed"``: byte caps chosen on a cost model, and an order that overlaps within 1.02 of the
+      unbucketed graph's peak memory. Bits are eager's only with ``reduce``.
+
+    Both give the model eager FSDP2's collectives first (:class:`.MatchFSDP2`), and free gathered
+    parameters after forward, except those of the last unit with ``"parity"``, as trainers on FSDP2
+    set ``reshard_after_forward``. Parameters that are trained and not sharded are a
+    ``NotBucketedWarning``.
 
     Args:
-        model: sharded or replicated, with ``DTensor`` parameters, as by :func:`.data_parallel`.
+        model: sharded or replicated, with ``DTensor`` parameters, such as by
+            :func:`.data_parallel`.
         units: for ``"parity"``: the modules of each ``fully_shard`` call of the eager training, as
             names or as a plan. None takes :func:`.transformer_block_plan`'s.
-        reference: for ``"parity"``: the model as wrapped by ``fully_shard``, whose units and order
-            are read instead.
-        machine: what the cost model times nodes for; None: this job's (:func:`.job_machine`).
-        reduce: ``"all_to_all"`` adds gradients up in the order of the ranks
-            (:class:`.FixedOrderReduce`): with either goal, whatever the buckets, the bits are those
-            of eager FSDP2 with :class:`.AllToAllReduceScatter`. None: the process group adds.
-        memory: a bound on all that a rank has in memory in a step: shards, gradients, optimizer
-            state, inputs, activations, gathered parameters, buckets. What stays gathered, and which
-            activations are saved rather than computed again, is chosen so that the step is the
-            shortest under it; bits don't change with it. None: activations are saved as they are
-            without this package, and the last unit stays gathered.
-        optimizer: with ``memory``: whose state counts. It is only read.
-        state_bytes_per_parameter: or bytes of its state per element of a parameter. With neither 8,
-            as of AdamW in fp32.
-        to: with ``memory``: a smaller group, such as a node's ranks, in which backward may gather
-            parameters again where that is worth its memory; as of :class:`.ReshardAfterForward`. It
-            creates process groups: call this on every rank at the same point of the program.
+        reference: for ``"parity"``: the model wrapped by ``fully_shard``, whose units and order
+            are used instead.
+        machine: the machine that the cost model times nodes for; it reaches every pass. None: this
+            job's (:func:`.job_machine`).
+        reduce: ``"all_to_all"`` adds gradients in the order of the ranks
+            (:class:`.FixedOrderReduce`). With either goal, and any buckets, the bits are those of
+            eager FSDP2 with :class:`.AllToAllReduceScatter`. None: the process group adds.
+        memory: a bound on everything that a rank holds in a step: shards, gradients, optimizer
+            state, inputs, activations, gathered parameters, buckets. The gathered parameters and
+            the activations that stay in memory are chosen for the shortest step under it; bits do
+            not change. None: activations are saved as without this package, and the last unit
+            stays gathered.
+        optimizer: with ``memory``: the optimizer whose state counts. It is only read.
+        state_bytes_per_parameter: or bytes of its state per element of a parameter. With neither
+            it is 8, as for AdamW in fp32.
+        to: with ``memory``: a smaller group, such as a node's ranks, for backward to gather in
+            where that is worth its memory; see :class:`.ReshardAfterForward`. It creates process
+            groups: call this on every rank at the same point of the program.
 
     Raises:
-        TypeError: ``model`` or ``reference`` is no module, or ``machine`` is no machine.
+        TypeError: ``model`` or ``reference`` is not a module, or ``machine`` is not a machine.
         ValueError: an unknown goal or ``reduce``; a model without ``DTensor`` parameters, or
-            wrapped by ``fully_shard``; no transformer blocks and no ``units``; options that don't
+            wrapped by ``fully_shard``; no transformer blocks and no ``units``; options that do not
             fit the model, the goal or each other; ``memory`` below what shards, gradients and
             optimizer state need.
     """
@@ -113,8 +115,8 @@ def recipe(
     ignored = ignored_extensions(model)
     if ignored:
         warnings.warn(
-            f"{len(ignored)} parameter(s) of {type(model).__name__} name what is to be gathered of "
-            f"them (fsdp_pre_all_gather of {', '.join(dict.fromkeys(ignored.values()))}, such as "
+            f"{len(ignored)} parameter(s) of {type(model).__name__} have all-gather extensions "
+            f"(fsdp_pre_all_gather of {', '.join(dict.fromkeys(ignored.values()))}, such as "
             "gathers in float8), and its sharding ignores that, as torchtitan's data_parallel does:"
             f" {format_names(list(ignored))}. Shard it by torch_ext_bucketing.data_parallel(model, "
             "mesh)",
@@ -176,8 +178,7 @@ def _order(
     units: UnitSpec | Sequence[str | Sequence[str]] | None,
     reference: nn.Module | None,
 ) -> tuple[FSDPParamOrder, tuple[str, ...], list[tuple[str, ...]]]:
-    """The order, the names of what stays gathered between forward and backward, and the units'
-    modules."""
+    """Return the order, the names that stay gathered after forward, and the units' modules."""
     if reference is not None:
         order = FSDPParamOrder.from_fsdp(reference)
         names = {fqn for fqns in parameter_names(model).values() for fqn in fqns}

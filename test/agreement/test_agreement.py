@@ -1,4 +1,4 @@
-"""Ranks compare what they launch: real ranks that agree, differ, die and have caches."""
+"""Ranks compare their launches: ranks that agree, differ, die, or load from caches."""
 
 import os
 import re
@@ -40,7 +40,7 @@ SOON = timedelta(seconds=60)
 
 
 class Backwards:
-    """An order the other way round, for the given kinds."""
+    """Reverses an order for the given kinds."""
 
     def __init__(self, order, kinds=KINDS):
         self.order = order
@@ -57,7 +57,7 @@ class Backwards:
 
 
 class Die(teb.GraphPass):
-    """Ends a rank's part in the middle of compiling."""
+    """Raises while a rank compiles."""
 
     stage = "forward_backward"
 
@@ -66,7 +66,7 @@ class Die(teb.GraphPass):
 
 
 class Layers(nn.Module):
-    """Few parameters, as each makes a compile longer."""
+    """A model of few parameters, because each makes a compile longer."""
 
     def __init__(self, dim=8, vocabulary=12):
         super().__init__()
@@ -82,7 +82,7 @@ class Layers(nn.Module):
 
 
 class OtherLayers(Layers):
-    """The same parameters, used the other way round."""
+    """A model with the same parameters, used in the opposite order."""
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -92,7 +92,7 @@ class OtherLayers(Layers):
 
 
 class Plain(nn.Module):
-    """Shards of two parameters, gathered by hand: with no DTensor in it, torch 2.13 caches it."""
+    """A model that all-gathers two shards without DTensor, so that torch 2.13 caches it."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ def two_layers(mode="fully_shard", model=Layers):
 
 
 def in_float8(cls):
-    """The head is gathered in float8."""
+    """Make a model whose head is all-gathered in float8."""
     torch.manual_seed(0)
     model = Layers(vocabulary=14)
     wrap(model.head, cls)
@@ -149,7 +149,7 @@ def gradients(model):
 
 
 def outcome(function):
-    """``[error type, message, seconds]``; the type is None where nothing was raised."""
+    """Call a function; return the error's type (None without an error), its message and seconds."""
     started = time.perf_counter()
     try:
         function()
@@ -159,7 +159,7 @@ def outcome(function):
 
 
 def disagree(rank):
-    """Cases one after the other, in one pair of processes: a failed comparison breaks nothing."""
+    """Run all cases in one pair of processes: a failed comparison leaves the next one intact."""
     second = rank == 1
     order = fsdp_order()
     results = {}
@@ -179,7 +179,7 @@ def disagree(rank):
     dist.barrier()
     results["keys left"] = agreement.groups.default_store().num_keys() - before
 
-    # Launches are compared once: without a store, a second step and a second compile would fail.
+    # Launches are compared once: without a store, another comparison would fail.
     store, agreement.groups.default_store = agreement.groups.default_store, None
     results["second step"] = outcome(lambda: step(compiled, tokens()))
     results["recompiled by one"] = outcome(lambda: step(compiled, tokens(3 if second else 2)))
@@ -197,13 +197,13 @@ def disagree(rank):
     case("other times", [*same, teb.Schedule([], machine=machine)])
     case("no buckets", [] if second else same)
     case("other float8", same, in_float8(OtherScaled if second else TensorScaled))
-    # What makes an edition is of ``test_caches``.
+    # test_caches has the tests of the digest.
     digest = agreement.package_digest
     agreement.package_digest = "another edition".__str__ if second else digest
     case("other edition", same)
     agreement.package_digest = digest
 
-    # What comes of it without a comparison: the bytes of one parameter as those of another.
+    # Without a comparison a rank reads the bytes of one parameter as those of another.
     module, _, _ = case("off", [teb.BucketByUnit(order, payload_order=hook)], agree=False)
     found = gradients(module)
     results["mixed"] = any(
@@ -213,7 +213,7 @@ def disagree(rank):
 
 
 def in_another_group(rank):
-    """Ranks 2 and 3 shard together, and differ in their reduce-scatters."""
+    """Let ranks 2 and 3, which shard together, pack their reduce-scatters differently."""
     order = fsdp_order()
     hook = Backwards(order, ("reduce_scatter",)) if rank == 3 else order
     module = two_layers(mode="hybrid_shard")
@@ -223,7 +223,7 @@ def in_another_group(rank):
 
 
 def dies(rank):
-    """Rank 2 is gone in the middle of compiling; then rank 0, which hosts the store."""
+    """End rank 2 while it compiles, then rank 0, which hosts the store."""
     store = _tcp_store(rank)
     sizes = {"rank": rank.rank, "world_size": rank.world_size}
     dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=90), **sizes)
@@ -232,7 +232,7 @@ def dies(rank):
     compiled = torch.compile(two_layers(), backend=backend)
     results = {"step": outcome(lambda: step(compiled, tokens()))}
     if rank.rank != 1:
-        return None  # and the process ends
+        return None  # the process ends
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     graph.output(graph.call_function(C10D.all_reduce.default, (x, "sum", "0")))
@@ -241,7 +241,7 @@ def dies(rank):
 
 
 def _tcp_store(rank):
-    """Hosted by rank 0, which tells its port in a file."""
+    """Make a TCPStore on rank 0, which writes its port to a file."""
     port = Path(rank.store_path).with_name("port")
     if rank.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, rank.world_size, True, wait_for_workers=False)
@@ -278,10 +278,10 @@ def _inductor(hook, order):
 
 
 def inductor(rank, folder):
-    """All compile; then rank 1 has lost its cache; then it has another hook, too."""
+    """Compile on both ranks; then rank 1 loses its cache; then it also changes the hook."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
     order = teb.FSDPParamOrder.from_fqns(["weight", "bias"])
-    with inductor_config.patch(fallback_by_default=True):  # no kernel need be compiled
+    with inductor_config.patch(fallback_by_default=True):  # without compiling kernels
         results = {"cold": _inductor(order, order)}
         for name, hook in (("warm", order), ("other", Backwards(order))):
             with fresh_cache() if rank == 1 else nullcontext():
@@ -312,7 +312,7 @@ def test_ranks_that_disagree():
     assert [r["compiles"] for r in ranks] == [1, 2]
     # Without a comparison nothing is raised, and the gradients are wrong.
     assert all(r["mixed"] for r in ranks)
-    # Every rank says the same, with both versions.
+    # Every rank has the same message, with both versions.
     for case in differ:
         assert ranks[0][case][1] == ranks[1][case][1]
 
@@ -335,15 +335,15 @@ def test_ranks_that_disagree():
             f"rank {rank}: all_gather float32, bucket of 2: layers.{rank}.weight at byte 0"
         )
     assert "rank 1: all_gather float32, embedding.weight at byte 0" in lines("no buckets")[3]
-    # The same bytes, of other values.
+    # The number of bytes is the same, the dtype is not.
     for rank, kind in enumerate(("e4m3fn", "e5m2")):
         assert f"head.weight at byte 224, 56 bytes float8_{kind}" in lines("other float8")[2 + rank]
-    # Scheduling changes no bucket here, but the order in which they are launched.
+    # Scheduling changes no bucket here, but the launch order.
     schedule = lines("other schedule")
     assert "backward graph" in schedule[0]
     kinds = {line.split(": ")[1].split()[0] for line in schedule[2:4]}
     assert kinds == {"all_gather", "reduce_scatter"}
-    # Nor do times change anything here, until the model changes.
+    # Other times change nothing here, but could for another model.
     times = lines("other times")
     assert times[1] == "They planned with different times or size hints:"
     for rank in (0, 1):
@@ -378,7 +378,7 @@ def test_ranks_that_are_gone():
     )
     assert "rank 2 did not arrive" in text
     assert seconds < 60
-    # Whoever is left when the store has gone says so.
+    # The remaining rank names the process that hosted the store.
     error, text, _ = alive["agree"]
     assert error == "AgreementError", text
     assert "the process that hosts it, rank 0" in text
@@ -390,7 +390,7 @@ def test_a_warm_cache_and_a_cold_one(tmp_path):
     for result in ranks:
         for name in ("cold", "warm"):
             assert result[name]["outcome"][0] is None, result[name]["outcome"]
-            # The comparison comes before every collective, in forward and in backward.
+            # The comparison precedes every collective, in forward and in backward.
             assert [calls[0] for calls in result[name]["calls"]] == ["agree", "agree"]
             assert all(len(calls) > 2 for calls in result[name]["calls"])
         assert result["warm"]["gradients"] == result["cold"]["gradients"]
@@ -398,7 +398,7 @@ def test_a_warm_cache_and_a_cold_one(tmp_path):
         assert error == "PlanMismatchError", text
         assert "rank 0: all_gather float32, bucket of 2: weight at byte 0" in text
         assert "rank 1: all_gather float32, bucket of 2: bias at byte 0" in text
-    # Rank 0 was served from its cache, so that no pass of ours ran there; rank 1 compiled.
+    # Rank 0 loaded from its cache, without running our passes; rank 1 compiled.
     cached = [
         [set(result[name]["graphs"]) for name in ("cold", "warm", "other")] for result in ranks
     ]
@@ -435,7 +435,7 @@ def test_launches_are_what_ranks_must_share(fake_world):
         "all_gather float32, of no parameter",
         "all_reduce avg float32, of no parameter",
     ]
-    assert both[0] == both[1]  # sizes of what serves no parameter may differ between ranks
+    assert both[0] == both[1]  # without a parameter, sizes may differ between ranks
 
 
 def test_without_other_ranks_nothing_is_exchanged(fake_world, monkeypatch):

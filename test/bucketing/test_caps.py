@@ -121,6 +121,7 @@ def check_plan(gm: fx.GraphModule, plan: MergePlan, sizes: list[int]) -> None:
     assert sorted(said + [m.name for m in seen]) == sorted(starts)
 
 
+@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, tagged=st.booleans())
 @settings(max_examples=600)
 def test_plans_are_sound(seed, size, caps, tagged):
@@ -148,6 +149,7 @@ def test_same_buckets_as_torch(seed, size, caps):
         assert {frozenset(b) for b in theirs} == {frozenset(b.members) for b in ours.buckets}
 
 
+@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, run=st.none() | st.integers(1, 9))
 @settings(max_examples=200)
 def test_a_planner_forgets_the_plan_before(seed, size, caps, run):
@@ -558,6 +560,7 @@ def planning_steps(nodes: int, collectives: int) -> float:
     return count / len(gm.graph.nodes)
 
 
+@pytest.mark.once
 def test_planning_takes_a_number_of_steps_that_grows_with_the_graph_alone():
     """Ten times the graph, ten times the steps. (In time: 1 s for 100,000 nodes with 4,000
     collectives, see ``python -m benchmarks.bucketing``.)"""
@@ -604,6 +607,7 @@ left: all_gather_into_tensor_default_5; it serves no known parameter""",
 # -- the contraction itself -----------------------------------------------------------------------
 
 
+@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(2, 14))
 @settings(max_examples=300)
 def test_contraction_refuses_just_what_closes_a_cycle(seed, size):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan, planned
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan, checked_plan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.planner.schedule import scheduler
@@ -94,7 +94,7 @@ def test_a_plan_that_can_not_be_carried_out_is_refused():
         first, second = (n.name for n in graph.nodes if kind_of(n))
         text = rf"Whole\(\) can't put {second} into a bucket: {second} needs the result of {first}"
         with pytest.raises(ValueError, match=text):
-            planned(Whole(), analysis)
+            checked_plan(Whole(), analysis)
         with pytest.raises(RuntimeError, match=r"the planner Erases\(\) failed") as error:
             BySearch((), EVERY_START, planners=(Erases(),)).search(analysis)
         assert "changed the graph" in str(error.value.__cause__)

@@ -305,7 +305,7 @@ def test_hand_tags_are_kept_and_shared_metadata_is_not_touched(fake_world):
         set_tag(reduce, Tag("all_gather", ("x",)))
     with pytest.raises(ValueError, match=r"can't tag .* as all_reduce: it is an all_gather"):
         set_tag(gather, Tag("all_reduce", ("x",)))
-    with pytest.raises(ValueError, match="it is no collective"):
+    with pytest.raises(ValueError, match="it is not a collective"):
         set_tag(gm.graph.output_node(), Tag("all_gather", ("x",)))
 
 

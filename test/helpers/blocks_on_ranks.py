@@ -1,4 +1,4 @@
-"""Two blocks, uneven over two ranks: sharded, and their gradients on one rank."""
+"""A model of two blocks with uneven shards on two ranks, and its gradients on a rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def tokens(rank: int) -> torch.Tensor:
 
 
 def gradients(run: Callable[..., Any], module: nn.Module, rank: int) -> Gradients:
-    """Run forward and backward, where ``run`` is ``module`` or what it is compiled to."""
+    """Run forward and backward of ``run``, which is ``module`` or compiled from it."""
     loss = run(tokens(rank)).float().logsumexp(-1).mean()
     loss.backward()
     found = {

@@ -1,7 +1,7 @@
-"""A process that compiles under caches, as ``cache_runs.run`` starts it: ``python cache_child.py FUNCTION [ARGUMENT ...]``.
+"""Compile under caches, in a process of its own: ``python cache_child.py FUNCTION [ARGUMENT ...]``.
 
-Prints one line of JSON per rank. Ranks of a fake group take turns in one process; under torchrun
-they are a gloo group.
+``cache_runs.run`` starts it. Prints one line of JSON per rank. Ranks of a fake group take turns in
+one process; under torchrun they are a gloo group.
 """
 
 import contextlib
@@ -39,8 +39,7 @@ ORDER = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 
 
 class Pair(nn.Module):
-    """Two layers. Where they are of one size and turned round, the graphs are the same but for the
-    names."""
+    """Two linear layers. If both have one size, the graph of ``turned`` differs in names alone."""
 
     def __init__(self, rows: int = 8, turned: bool = False) -> None:
         super().__init__()
@@ -53,15 +52,17 @@ class Pair(nn.Module):
 
 
 def shard_scaled(model: nn.Module, mesh: Any, cls: Any = TensorScaled) -> nn.Module:
-    """With gathers in float8."""
+    """Shard with all-gathers in float8."""
     for linear in model.children():
         wrap(linear, cls)
     return teb.data_parallel(model, mesh)
 
 
 class TensorParallelPair(Pair):
-    """Of parameters that are sharded over both dimensions of a mesh, columns and then rows over the
-    second one, and gathered over the first."""
+    """A pair whose parameters are sharded over both dimensions of a mesh.
+
+    They are gathered over the first. Over the second, ``a`` is sharded by columns and ``b`` by rows.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mesh = self.a.parametrizations.weight.original.device_mesh
@@ -85,10 +86,10 @@ def shard_twice(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 WAYS: dict[str, tuple[Callable[[nn.Module, Any], nn.Module], int]] = {
-    # Nothing of an even graph but the merged gather differs between ranks.
+    # With even shards only the merged all-gather differs between ranks.
     "even": (shard_by_parametrization, 8),
     "uneven": (shard_by_parametrization, 7),
-    # Gradients are reduced in a wider dtype, which makes a node of the package's own.
+    # A wider dtype for reductions adds an operator of the package to the graph.
     "data_parallel": (partial(teb.data_parallel, reduce_dtype=torch.float64), 7),
     "data_parallel, even": (partial(teb.data_parallel, reduce_dtype=torch.float64), 8),
     "2-D": (shard_by_parametrization, 8),
@@ -111,7 +112,7 @@ def model_of(way: str, mesh: Any = None) -> nn.Module:
 
 
 def step(model: Any) -> list[Any]:
-    """The output, and this rank's gradients."""
+    """Run a step and return the output and this rank's gradients."""
     x = torch.arange(32.0).view(4, 8).add(dist.get_rank())
     y = model(x)
     (y * y).sum().backward()
@@ -121,7 +122,7 @@ def step(model: Any) -> list[Any]:
 
 
 def states() -> dict[str, list[int]]:
-    """Hits, misses and bypasses of the FX graph cache and of AOTAutograd's."""
+    """Read the hits, misses and bypasses of the FX graph cache and of AOTAutograd's cache."""
     kinds = ("hit", "miss", "bypass")
     return {
         "graphs": [counters["inductor"][f"fxgraph_cache_{k}"] for k in kinds],
@@ -130,7 +131,7 @@ def states() -> dict[str, list[int]]:
 
 
 def compile_step(way: str, mesh: Any = None) -> dict[str, Any]:
-    """Compile a step, or load it, and run it."""
+    """Compile a step or load it from a cache, and run it."""
     torch._dynamo.reset()
     counters.clear()
     model = model_of(way, mesh)
@@ -138,7 +139,7 @@ def compile_step(way: str, mesh: Any = None) -> dict[str, Any]:
     found: list[Any] = []
     compiled = torch.compile(model, backend=backend)
     codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
-    # The place of this rank's shards in the buffer, in elements.
+    # The offset of this rank's shards in the buffer, in elements.
     places = re.findall(
         r"aten\.empty\.memory_format\(.*?aten\.slice\.Tensor\(\w+, 0, (\d+), \d+\)",
         "".join(codes),
@@ -159,8 +160,7 @@ def as_rank(rank: int, way: str) -> dict[str, Any]:
 
 
 def ranks(way: str, folder: str) -> list[dict[str, Any]]:
-    """Rank 0 fills ``folder``, of which ``folder-0`` is a copy, rank 1 comes to it, and both come
-    again."""
+    """Compile on rank 0, copy ``folder`` to ``folder-0``, then compile on ranks 1, 0 and 1."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     results = [as_rank(0, way)]
     shutil.copytree(folder, folder + "-0")
@@ -168,13 +168,13 @@ def ranks(way: str, folder: str) -> list[dict[str, Any]]:
 
 
 def turns(folder: str, *ways: str) -> list[dict[str, Any]]:
-    """Ranks 0, 1, 0, ... come to ``folder``."""
+    """Compile each way with the cache in ``folder``, on ranks 0, 1, 0, ..."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     return [as_rank(number % 2, way) for number, way in enumerate(ways)]
 
 
 def artifacts(*ways: str) -> list[dict[str, Any]]:
-    """What rank 0 saves is loaded into a new folder, for rank 1 and then for rank 0."""
+    """Load the artifacts of rank 0 into an empty cache, then compile on rank 1 and on rank 0."""
     return [result for way in ways for result in _artifacts(way)]
 
 
@@ -192,7 +192,7 @@ def _artifacts(way: str) -> list[dict[str, Any]]:
 
 
 def damaged(way: str) -> list[dict[str, Any]]:
-    """Rank 1 three times, with every entry of the caches cut in half before the second time."""
+    """Compile on rank 1 three times; cut every cache entry in half before the second time."""
     with fresh_cache():
         results = [as_rank(1, way)]
         cut = 0
@@ -207,7 +207,7 @@ def damaged(way: str) -> list[dict[str, Any]]:
 
 
 def real(way: str) -> list[dict[str, Any]]:
-    """A rank of a gloo group, and what the model without a compiler gives."""
+    """Compile on a rank of a gloo group, and run the model without a compiler."""
     dist.init_process_group("gloo")
     result = {"expected": step(model_of(way)), "rank": dist.get_rank(), **compile_step(way)}
     dist.barrier()
@@ -215,9 +215,11 @@ def real(way: str) -> list[dict[str, Any]]:
 
 
 def one_for_all(*ways: str) -> list[dict[str, Any]]:
-    """The ranks of a gloo group, compiling for all ranks: what each makes, what the artifacts of
-    rank 0 make of it, and what the model without a compiler gives. Rank 0 tells it all: lines of
-    several ranks would mix."""
+    """Compile for all ranks on each rank of a gloo group, then load the artifacts of rank 0.
+
+    The model also runs without a compiler. Rank 0 returns the results of all ranks: lines that
+    several ranks print could mix.
+    """
     torch.distributed.config.compile_on_one_rank = True
     dist.init_process_group("gloo")
     found: list[Any] = [None] * dist.get_world_size()
@@ -226,7 +228,7 @@ def one_for_all(*ways: str) -> list[dict[str, Any]]:
 
 
 def _for_all(way: str) -> dict[str, Any]:
-    mesh = mesh_of(way)  # one, as each makes process groups
+    mesh = mesh_of(way)  # shared, as each mesh makes process groups
     with fresh_cache():
         each = compile_step(way, mesh)
         saved = torch.compiler.save_cache_artifacts()
@@ -249,7 +251,7 @@ ENTRIES = "aten_distributed_optimizations."
 
 
 class PassOfAScript(teb.BucketByUnit):
-    """Adds nothing, and is defined where no import finds it."""
+    """A pass that is defined in a script, where no import finds it."""
 
 
 def by_backend(make):
@@ -257,8 +259,10 @@ def by_backend(make):
 
 
 def by_config(order, own_pass=False, **entries):
-    """torch's own bucketing, under config hooks alone; ``own_pass``: its order is from a pass of the
-    module that the test edits."""
+    """Configure torch's own bucketing by config entries alone.
+
+    With ``own_pass``, a pass of the module that the test edits sets the payload order.
+    """
 
     def setup(model):
         settings = {
@@ -281,14 +285,14 @@ def by_config(order, own_pass=False, **entries):
 
 
 def from_hooks(name, *args):
-    """An object of the module that the test edits."""
+    """Make an object of a class in the module that the test edits."""
     import hooks
 
     return getattr(hooks, name)(*args)
 
 
 def edited(model):
-    """As after an edit of the package."""
+    """Set up as if the package had been edited."""
     _source._PACKAGE = "another digest"
     return SETUPS["backend"](model)
 
@@ -312,7 +316,7 @@ SETUPS = {
 
 @contextlib.contextmanager
 def codes_run():
-    """Digests of the wrapper code that Inductor loads, made anew or from a cache."""
+    """Collect the digests of the wrapper code that Inductor loads, compiled or from a cache."""
     from torch._inductor.codecache import PyCodeCache
 
     digests: list[str] = []
@@ -320,7 +324,7 @@ def codes_run():
 
     def spy(key, path, *args, **kwargs):
         with open(path, encoding="utf-8") as file:
-            # Comments count the graphs of the process.
+            # Comments have the number of the graph in the process.
             text = "".join(line for line in file if not line.lstrip().startswith("#"))
         digests.append(hashlib.sha256(text.encode()).hexdigest()[:12])
         return load(key, path, *args, **kwargs)
@@ -333,7 +337,7 @@ def codes_run():
 
 
 class Log(logging.Handler):
-    """Keeps the messages that say why a cache is bypassed."""
+    """Keeps the messages about bypassed caches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +371,7 @@ def state_of(name: str, mesh: Any) -> dict[str, Any]:
 
 
 def uuids(name: str) -> dict[str, Any]:
-    """Before anything imports the passes that are switched off here."""
+    """Disable passes that nothing has imported yet, and compute the UUIDs of others."""
     off = ["combine_uses", "separate_groups"]
     assert not [m for m in off if f"torch_ext_bucketing.rewrites.{m}" in sys.modules]
     os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
@@ -390,9 +394,11 @@ def uuids(name: str) -> dict[str, Any]:
 
 
 def setups(*names: str) -> list[dict[str, Any]]:
-    """Hits, misses and bypasses of both caches for each of ``SETUPS``, digests of the code that ran
-    (forward, backward) and what was logged; of "uuids" those of some passes. Names of config
-    entries need the hooks, which are installed where one is asked for."""
+    """Compile each of ``SETUPS`` by name; the name "uuids" runs :func:`uuids` instead.
+
+    Results have the hits, misses and bypasses of both caches, the digests of the code that ran
+    (forward, backward) and the log. Setups of config entries install the hooks.
+    """
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
     with fake_group(2):
@@ -404,11 +410,11 @@ def main() -> None:
     torch.set_num_threads(1)
     name, *arguments = sys.argv[1:]
     functorch_config.autograd_cache_allow_custom_autograd_functions = name != "setups"
-    # The code that calls kernels shows whatever a pass changes; none need be compiled.
+    # The wrapper code shows every change of a pass, so kernels are not compiled.
     inductor_config.fallback_by_default = True
     results = globals()[name](*arguments)
     lines = "".join(json.dumps(r) + "\n" for r in results)
-    sys.stdout.write(lines)  # at once, so that lines of two ranks don't mix
+    sys.stdout.write(lines)  # in one write, so that lines of two ranks don't mix
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Processes that fill and read the compile caches: what they run, and what they report."""
+"""Run processes that fill and read the compile caches, and check their reports."""
 
 import json
 import os
@@ -19,7 +19,7 @@ HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
 def run(
     *arguments: str, paths: Sequence[Path] = (ROOT, CHILD.parent), **environment: str
 ) -> list[dict[str, Any]]:
-    """The lines of JSON that a process prints, which finds the first of ``paths`` first."""
+    """Run Python with ``paths`` to import from, and parse the lines of JSON that it prints."""
     ours = ("TORCH_", "TORCHINDUCTOR")
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours) or "VEC_ISA" in k}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **environment}
@@ -32,7 +32,7 @@ def run(
 
 
 def assert_state(result: dict[str, Any], state: list[int]) -> None:
-    """Of forward and backward; the whole step is one entry of AOTAutograd's cache."""
+    """Check hits, misses and bypasses: two FX graphs, and one entry in AOTAutograd's cache."""
     assert (result["graphs"], result["aot"]) == ([2 * n for n in state], state), result
 
 
@@ -57,7 +57,7 @@ class Checkout:
         self.hooks.write_text(HOOKS)
 
     def run(self, *names: str, seed: int = 0) -> dict[str, dict[str, Any]]:
-        """Results by name, of a new process, whose hashes of strings are by ``seed``."""
+        """Run setups of ``cache_child`` in a new process with this hash seed; return results by name."""
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache), "PYTHONHASHSEED": str(seed)}
         results = run(
             str(CHILD), "setups", *names, paths=(self.folder, CHILD.parent), **environment

@@ -41,7 +41,7 @@ STARTS = {
 
 @contextlib.contextmanager
 def fake_group(world: int, rank: int = 0) -> Iterator[None]:
-    """A fake process group of ``world`` ranks, of which this process is ``rank``."""
+    """Make a fake process group of ``world`` ranks; this process is ``rank``."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -77,10 +77,10 @@ _PLUMBING = re.compile(
 
 
 def show(gm: fx.GraphModule) -> str:
-    """The graph's code for a snapshot, without what differs between torch versions.
+    """Print the graph's code for a snapshot, without the lines that differ between torch versions.
 
-    That is how a bucket's output is taken apart: those lines are left out, and their results are
-    written ``_`` where they are used. Whether each user gets its own part is for tests of values.
+    These unpack a bucket's output. Their results appear as ``_``; tests of values check that each
+    user reads its own part.
     """
     lines = []
     plumbing: set[str] = set()
@@ -103,9 +103,9 @@ def run_all_ranks(
 ) -> list[list[torch.Tensor]]:
     """Run one graph on every rank of the world in lockstep; ``inputs[rank]`` are its placeholders.
 
-    All groups are taken to span the world, or ``peers`` are the ranks of the group of that name
-    that a rank is in. Reductions add in rank order. Gathers and reduce-scatters read their input
-    from the start to the wait: it must not change in between.
+    ``peers(rank, group)`` returns the ranks of a group; by default every group spans the world.
+    Reductions add in rank order. All-gathers and reduce-scatters read their input from the start to
+    the wait: an assertion fails if it changes in between.
     """
     world = len(inputs)
     env: list[dict[fx.Node, Any]] = [{} for _ in range(world)]
@@ -130,7 +130,7 @@ def run_all_ranks(
             same = all(torch.equal(r, w) for r, w in zip(read, was, strict=True))
             assert same, f"{node.args[0]}: its input was written to before {node}"
         kind = STARTS.get(node.target)
-        # What has an output buffer reads its input from that.
+        # A collective with an output buffer reads its input from that buffer.
         if kind in ("all_gather", "reduce_scatter") and "out" not in node.kwargs:
             in_flight[node] = ([a[0] for a in args], [a[0].clone() for a in args])
         if node.target is C10D.all_to_all_single.default:
@@ -156,7 +156,7 @@ def run_all_ranks(
 
 
 def _of_group(kind: str, values: list[torch.Tensor], op: object, place: int) -> torch.Tensor:
-    """What the rank at this place of a group gets."""
+    """Compute the result of a collective for the rank at this place of a group."""
     if kind == "all_gather":
         return torch.cat(values)
     total = values[0].clone(memory_format=torch.contiguous_format)
@@ -170,13 +170,13 @@ def _of_group(kind: str, values: list[torch.Tensor], op: object, place: int) -> 
 def assert_same(
     found: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """On every rank the same values."""
+    """Check that both have the same values on every rank."""
     for one, other in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def described(gm: fx.GraphModule) -> list[str]:
-    """Nodes, with what is kept of them, and which of them share memory."""
+    """Describe each node: call, value, kept metadata, and which values share memory."""
     storages: dict[int, int] = {}
     found = []
     for n in gm.graph.nodes:
@@ -190,7 +190,7 @@ def described(gm: fx.GraphModule) -> list[str]:
 
 
 def lines_run(function: Callable[[], object], folder: str = "") -> int:
-    """How many lines of Python a call runs, in files below ``folder``."""
+    """Count the lines of Python that a call runs in files below ``folder``."""
     count = 0
 
     def in_function(frame: FrameType, event: str, arg: object) -> Any:
@@ -218,9 +218,13 @@ def _run_script(rank: object, script: str) -> Any:
 
 
 def under_hash_seeds(script: str) -> list[Any]:
-    """What ``script``, run in two processes with other hash seeds and ``PATHS`` to import from,
-    prints as JSON in its last line. One has the seed of the ranks' server, random as a rule."""
-    from torch_ext_bucketing.testing.ranks import run_ranks  # not where only graphs are wanted
+    """Run ``script`` in two processes with different hash seeds; parse the last line of each as JSON.
+
+    Both import from ``PATHS``. One is a rank: its seed is that of the ranks' server, usually random.
+    """
+    from torch_ext_bucketing.testing.ranks import (
+        run_ranks,
+    )  # imported here: neutrality_graphs runs without the package
 
     env = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(PATHS)}
     run = subprocess.run(

@@ -41,7 +41,7 @@ class Block(nn.Module):
             hidden = hidden + self.up(memory) * torch.tanh(memory).repeat(1, 2)
         if self.kind == "twice":
             hidden = self.up(torch.tanh(self.down(torch.relu(hidden))))
-        # Inductor's tanh is another one.
+        # Inductor's tanh rounds differently from ATen's.
         hidden = torch.relu(hidden) if self.kind == "rounded" else torch.tanh(hidden)
         return x + self.down(hidden) * self.scale
 
@@ -85,7 +85,7 @@ def without(name: str, model: nn.Module) -> Any:
 
 
 def tied_and_uneven() -> Any:
-    """Of several uses; blocks are uneven over the ranks."""
+    """Make a model with a tied weight, layers that run twice, and uneven shards."""
     model = Model("twice")
     model.last.weight = model.first.weight
     for block in model.blocks:
@@ -128,7 +128,7 @@ def rank_order(model: nn.Module) -> Any:
 
 
 class Sums(GraphPass):
-    """Averages no gradient."""
+    """Replaces the average of reduce-scatters by a sum."""
 
     stage = "forward_backward"
 

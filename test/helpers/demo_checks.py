@@ -1,4 +1,4 @@
-"""What every run of the demo must show."""
+"""Checks of the demo's results."""
 
 
 def check_demo(result: dict, ranks: int, steps: int) -> None:
@@ -7,7 +7,7 @@ def check_demo(result: dict, ranks: int, steps: int) -> None:
         assert len(runs[name]["loss"]) == steps
         assert runs[name]["step_ms"] > 0
         assert len(result["hashes"][name]) == steps
-    # 1 block and the root: gathers forward, the block's again backward, and reductions.
+    # One block and the root: 2 all-gathers in forward, 1 in backward, 2 reduce-scatters.
     assert runs["eager"]["collectives_after"] == 5
     for name in ("fsdp_order", "graph_order"):
         assert runs[name]["collectives_before"] == 42

@@ -1,4 +1,4 @@
-"""Parameters that follow FSDP2's protocol for gathers, for ``test_extensions.py``, without torchao."""
+"""Parameters with FSDP2 all-gather extensions, for ``test_extensions.py``, without torchao."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _KEEP = {
 
 
 class Wrapper(torch.Tensor):
-    """A tensor of full precision under a class of its own, which some operators keep."""
+    """A full-precision tensor in a subclass. Operators in ``_KEEP`` return the subclass."""
 
     _tensor: torch.Tensor
 
@@ -64,7 +64,7 @@ def _into(full: torch.Tensor, out: torch.Tensor | None) -> Any:
 
 
 class RowScaled(Wrapper):
-    """Gathered as data, uint8, and a scale per row, float32; pads what is uneven."""
+    """All-gathered as uint8 data with a float32 scale per row; pads uneven shards."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -75,7 +75,7 @@ class RowScaled(Wrapper):
         shard = F.pad(shard, (0, 0, 0, rows - shard.shape[0]))
         scale = shard.abs().amax(dim=1, keepdim=True) / 127 + 1e-9
         data = ((shard / scale).round() + 128).to(torch.uint8)
-        if outer_size[0] % mesh.size():  # eager FSDP2 takes nothing of another shape then
+        if outer_size[0] % mesh.size():  # eager FSDP2 requires the shard's shape then
             scale = scale.expand(shard.shape).contiguous()
         return (data, scale), "metadata"
 
@@ -88,7 +88,7 @@ class RowScaled(Wrapper):
 
 
 class TensorScaled(Wrapper):
-    """Gathered as float8, scaled by the largest value of all ranks."""
+    """All-gathered as float8, scaled by the largest absolute value on all ranks."""
 
     kind = torch.float8_e4m3fn
 
@@ -104,17 +104,17 @@ class TensorScaled(Wrapper):
 
 
 class OtherScaled(TensorScaled):
-    """In another kind of float8."""
+    """All-gathered in another float8 dtype."""
 
     kind = torch.float8_e5m2
 
 
 BLOCK = 2
-"""Values that share a scale in :class:`Planes`."""
+"""Number of values that share a scale in :class:`Planes`."""
 
 
 def _blockwise(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data, float8, and scales, powers of two as bytes of float8_e8m0, of blocks of a row."""
+    """Quantize blocks of a row: float8 data, and power-of-two scales as bytes of float8_e8m0."""
     blocks = value.unflatten(-1, (-1, BLOCK))
     power = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-9).log2().floor() - 8
     data = (blocks * torch.exp2(-power)).to(torch.float8_e4m3fn)
@@ -126,8 +126,10 @@ def _values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 class TwoPlanes(torch.Tensor):
-    """A full weight, quantized along its rows and along its columns: products read the plane that
-    is quantized along the dimension that they sum over."""
+    """An unsharded weight, quantized once along its rows and once along its columns.
+
+    A product reads the plane that is quantized along its contracted dimension.
+    """
 
     _PARTS = ("rows", "row_scale", "columns", "column_scale")
 
@@ -152,14 +154,14 @@ class TwoPlanes(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_aten.detach.default, _aten.t.default, _aten.as_strided.default):
-            full = args[0]  # FSDP2's strided view is of the same layout
+            full = args[0]  # FSDP2's strided view has the same layout
             turned = full.transposed ^ (func is _aten.t.default)
             return cls(tuple(part.detach() for part in full.parts), full.dtype, turned)
         assert func in (_aten.mm.default, _aten.addmm.default), func
         *others, full = args
         if full.transposed:
             weight = _values(full.rows, full.row_scale).t()
-        else:  # as tall as wide, columns lie as rows
+        else:  # columns are stored as rows
             weight = _values(full.columns.mT, full.column_scale.mT).mT
         return func(*others, weight.to(full.dtype))
 
@@ -167,7 +169,7 @@ class TwoPlanes(torch.Tensor):
 
 
 class Planes(Wrapper):
-    """Gathered as :class:`TwoPlanes`."""
+    """All-gathered as :class:`TwoPlanes`."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         columns = [part.mT.contiguous() for part in _blockwise(self._tensor.mT)]
@@ -176,7 +178,7 @@ class Planes(Wrapper):
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        # Of an `out` the parts are these outputs.
+        # FSDP2 gathers into the buffers that the parts of `out` view.
         return None if out is not None else (TwoPlanes(outputs, param_dtype, False), outputs)
 
 
@@ -195,7 +197,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The last block's weight is read twice."""
+    """A model whose last layer is used twice."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -229,7 +231,7 @@ def uneven() -> Any:
 
 
 def planes() -> Any:
-    """All linears but the first have two planes."""
+    """Make a model whose linear layers, except the first, have two planes."""
     model = Model(2 * DIM)
     model.last = wrap(nn.Linear(DIM, DIM), Planes)
     for block in model.blocks:

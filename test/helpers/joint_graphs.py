@@ -1,6 +1,6 @@
-"""Joint graphs of sharded parameters by hand: written as functions, traced, tagged, run on a grid.
+"""Write joint graphs of sharded parameters as functions; trace, tag and run them.
 
-Collectives run on the rows and columns of a grid of ranks, whose groups a fake world has for rank 0.
+Collectives run on the rows and columns of a grid of ranks. The fake process groups are rank 0's.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from torch_ext_bucketing.graph.tags import Tag, set_tag
 
 
 class Joint:
-    """Records whom each collective serves while a function is traced.
+    """Records the parameter of each collective while a function is traced.
 
     Args:
-        shards: ranks that share a parameter, in groups of neighbours.
+        shards: number of ranks that a parameter is sharded over; they have consecutive numbers.
         replicas: number of such groups.
     """
 
@@ -36,24 +36,24 @@ class Joint:
             self.groups = {"shards": along.group_name, "replicas": across.group_name}
 
     def gather(self, fqn: str, shard: torch.Tensor) -> torch.Tensor:
-        """All-gather over the shards."""
+        """All-gather over the shard group."""
         self._served.append((fqn,))
         group = self.groups["shards"]
         return C10D.wait_tensor(C10D.all_gather_into_tensor(shard, self.shards, group))
 
     def scatter(self, fqn: str, full: torch.Tensor, op: str = "avg") -> torch.Tensor:
-        """Reduce-scatter over the shards."""
+        """Reduce-scatter over the shard group."""
         self._served.append((fqn,))
         group = self.groups["shards"]
         return C10D.wait_tensor(C10D.reduce_scatter_tensor(full, op, self.shards, group))
 
     def reduce(self, fqn: str, value: torch.Tensor, op: str = "avg") -> torch.Tensor:
-        """All-reduce over the replicas."""
+        """All-reduce over the replica group."""
         self._served.append((fqn,))
         return C10D.wait_tensor(C10D.all_reduce(value, op, self.groups["replicas"]))
 
     def trace(self, fn: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
-        """The tagged graph of ``fn``; collectives are in the order in which they were called."""
+        """Trace ``fn`` and tag its collectives, which stand in the order of the calls."""
         self._served.clear()
         with FakeTensorMode() as mode:
             gm = make_fx(fn)(*(mode.from_tensor(x) for x in inputs))
@@ -63,7 +63,7 @@ class Joint:
         return gm
 
     def named(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """A copy in which groups have names that do not depend on how many there were before."""
+        """Copy the graph with fixed group names: real ones count all groups of the process."""
         names = {name: said for said, name in self.groups.items()}
         graph = fx.Graph()
         graph.output(graph.graph_copy(gm.graph, {}))
@@ -73,7 +73,7 @@ class Joint:
         return fx.GraphModule(gm, graph)
 
     def peers(self, rank: int, group: str) -> list[int]:
-        """The ranks of the group of that name that ``rank`` is in."""
+        """List the ranks of the group that ``rank`` is in."""
         if group == self.groups["shards"]:
             first = rank - rank % self.shards
             return list(range(first, first + self.shards))
@@ -82,14 +82,16 @@ class Joint:
     def run(
         self, gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[torch.Tensor]]:
-        """Run the graph on all ranks in lockstep; ``inputs[rank]`` are its placeholders. Sums add
-        in rank order. Returns every rank's flat outputs."""
+        """Run the graph on all ranks in lockstep and return the flat outputs of each.
+
+        ``inputs[rank]`` are the placeholders. Reductions add in rank order.
+        """
         return run_all_ranks(gm, inputs, self.peers)
 
     def inputs(
         self, *shapes: tuple[tuple[int, ...], torch.dtype], seed: int = 0, integers: bool = False
     ) -> list[list[torch.Tensor]]:
-        """Of every rank; small whole numbers add up alike in any order."""
+        """Draw the inputs of every rank; sums of small integers are exact in any order."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -101,12 +103,12 @@ class Joint:
 
 
 def mark_accumulations(gm: fx.GraphModule) -> None:
-    """Mark every addition as one of autograd's accumulations, as tracing of a backward does."""
+    """Mark every addition as a gradient accumulation, as AOTAutograd's tracing does."""
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.add.Tensor:
             node.meta["is_gradient_acc"] = True
 
 
 def collectives(gm: fx.GraphModule) -> list[str]:
-    """Kinds of the collectives, in graph order."""
+    """List the kinds of the collectives in graph order."""
     return [kind for n in gm.graph.nodes if (kind := kind_of(n)) is not None]

@@ -1,8 +1,8 @@
-"""Prints, as JSON, what torch's bucketing passes make of a set of graphs, node for node, an uneven
-one on two ranks; where torch has the entries of the patch series, also what they make with all of them set.
-``--set`` leaves out the others.
+"""Run torch's bucketing passes on a set of graphs and print all nodes as JSON.
 
-Run by ``test_patch_neutrality.py`` on the unpatched torch and on the patched one.
+If torch has the entries of the patch series, the passes also run with all of them set; ``--set``
+runs only these. One graph has uneven shards and runs on two ranks. ``test_patch_neutrality.py``
+runs this on the unpatched torch and on the patched one.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from torch._inductor import config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 WORLD = 4
-LAST = WORLD - 1  # has the short shards, and pads them
+LAST = WORLD - 1  # the rank with the short shards, which it pads
 
 
 def describe(gm: fx.GraphModule) -> list[Any]:
-    """Every node with everything that a pass could have changed, metadata keys included."""
+    """Describe each node by everything that a pass can change, keys of metadata included."""
     return [
         [
             n.name,
@@ -54,7 +54,7 @@ def parameters(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[torch
 
 
 def uneven_step(rank: int, group: dist.ProcessGroup) -> tuple[Callable[..., Any], list[Any]]:
-    """Of parameters of a few rows, as DTensor shards them, with a counter that is written to."""
+    """Make a step with DTensor's uneven shards of a few rows, and writes to a counter."""
     rows = (3, 8, 5, 2, 9, 4)
 
     def shard(n: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
         return [all_reduce(s, ep) for s in shards]
 
     def interleaved(*xs):
-        """FSDP on two meshes with a tensor-parallel collective per layer between them."""
+        """Run FSDP on two meshes, with a tensor-parallel collective per layer between them."""
         act = torch.zeros(8, 8)
         grads = []
         for i, x in enumerate(xs):
@@ -111,14 +111,14 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
         return grads
 
     def dependent(*xs):
-        """A gather of an activation between gathers of parameters, so buckets must split."""
+        """Gather an activation between gathers of parameters, so that buckets must split."""
         first = all_gather(xs[0], dp)
         second = all_gather(first[:4] + 1, dp)
         rest = [all_gather(x, dp) for x in xs[1:]]
         return [second, *rest, reduce_scatter(second, dp)]
 
     def scatters_need_gathers(x, y):
-        """Merging the gathers leaves a scatter ahead of the gather that it needs."""
+        """Make merged gathers leave a scatter ahead of the gather that it needs."""
         return reduce_scatter(all_gather(x, dp), dp), all_gather(reduce_scatter(y, dp), dp)
 
     fp32, mixed = parameters(), parameters((torch.float32, torch.bfloat16))
@@ -205,7 +205,7 @@ def results_of(rank: int, **options: Any) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for graph, (fn, inputs) in build(rank).items():
         if rank == LAST and "uneven" not in graph:
-            continue  # is the same on all ranks
+            continue  # the graph is the same on all ranks
         traced = trace(fn, *inputs)
         for name, run in passes().items():
             copied = fx.Graph()
@@ -218,7 +218,7 @@ def results_of(rank: int, **options: Any) -> dict[str, Any]:
                 with config.patch(options) if options else contextlib.nullcontext():
                     run(gm)
             except Exception as e:
-                # Some passes can't take some graphs; then they fail alike.
+                # Some passes fail on some graphs; both torches must fail alike.
                 results[f"{graph}/{name}"] = [type(e).__name__, str(e).splitlines()[:1]]
             else:
                 results[f"{graph}/{name}"] = describe(gm)

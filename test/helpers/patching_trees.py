@@ -1,4 +1,4 @@
-"""Torch trees and patch series for the tests of the hooks."""
+"""Make torch trees and patch series for the tests of the hooks."""
 
 import difflib
 import os
@@ -40,10 +40,10 @@ def edit(text: str, old: str, new: str) -> str:
 
 
 def small_edits() -> dict[str, str]:
-    """An edited version of each touched file, small enough to fit every supported torch."""
+    """Edit each touched file so little that the edits fit every supported torch."""
     text = {path: (TORCH_DIR.parent / path).read_text() for path in TOUCHED}
     config = edit(text[CONFIG], "class aten_distributed_optimizations:\n", ENTRIES)
-    # In the middle, where the file on disk has another line of that number.
+    # In the middle of the file, so that line numbers differ from the file on disk.
     boom = "\n\n\ndef boom() -> None:\n    raise KeyError('a patched line')\n\n\ndef "
     bucketing = text[BUCKETING].replace("\n\n\ndef ", boom, 1)
     fsdp = text[FSDP] + "\n\nfrom torch._inductor.fx_passes.bucketing import boom  # noqa\n"
@@ -51,7 +51,7 @@ def small_edits() -> dict[str, str]:
 
 
 def git_diff(path: str, old: str | None, new: str) -> str:
-    """What ``git diff`` would print for one file."""
+    """Format the change of one file like ``git diff``."""
     lines = difflib.unified_diff(
         (old or "").splitlines(keepends=True),
         new.splitlines(keepends=True),
@@ -65,7 +65,7 @@ def git_diff(path: str, old: str | None, new: str) -> str:
 
 
 def write_series(folder: Path, minor: str, *patches: dict[str, tuple[str | None, str]]) -> None:
-    """Write a series: for each patch, old and new text by path."""
+    """Write a series of patches, each given as old and new text by path."""
     (folder / minor).mkdir(parents=True)
     for number, files in enumerate(patches, 1):
         diffs = "".join(git_diff(path, old, new) for path, (old, new) in files.items())
@@ -77,7 +77,7 @@ def write_series(folder: Path, minor: str, *patches: dict[str, tuple[str | None,
 
 
 def write_small_series(folder: Path, minor: str = MINOR) -> dict[str, str]:
-    """A series of two patches with ``small_edits``, and a test file that only checkouts have."""
+    """Write ``small_edits`` as two patches, with a test file that only checkouts of torch have."""
     edited = small_edits()
     old = {path: (TORCH_DIR.parent / path).read_text() for path in TOUCHED}
     first = {CONFIG: (old[CONFIG], edited[CONFIG])}
@@ -88,7 +88,7 @@ def write_small_series(folder: Path, minor: str = MINOR) -> dict[str, str]:
 
 
 def copy_package(folder: Path) -> Path:
-    """The package in a checkout of its own, whose ``torch_patches`` a test can fill."""
+    """Copy the package to a checkout whose ``torch_patches`` a test can fill."""
     shutil.copytree(
         ROOT / "torch_ext_bucketing",
         folder / "torch_ext_bucketing",
@@ -100,9 +100,8 @@ def copy_package(folder: Path) -> Path:
 def run_python(
     code: str, *paths: Path, args: tuple[str, ...] = (), check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run code, or Python with ``args``, in a fresh interpreter with these folders first on
-    ``sys.path``."""
-    # With CI in the environment torch's test runner writes XML, by a package that we do not need.
+    """Run code, or Python with ``args``, in a new process that imports from ``paths`` first."""
+    # With CI set, torch's test runner writes XML with a package that is not installed.
     env = {k: v for k, v in os.environ.items() if k != "CI"}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -132,13 +131,13 @@ def patches_of(folder: Path) -> list[Path]:
 
 
 def touched(folder: Path) -> list[str]:
-    """Paths that a series changes or adds."""
+    """List the paths that a series changes or adds."""
     text = "".join(p.read_text(encoding="utf-8") for p in patches_of(folder))
     return sorted(set(re.findall(r"^\+\+\+ b/(.+)$", text, re.MULTILINE)))
 
 
 def git(repository: Path, *arguments: str) -> str:
-    """Git without anyone's configuration."""
+    """Run git without any user's configuration."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     for who in ("AUTHOR", "COMMITTER"):
@@ -151,8 +150,10 @@ def git(repository: Path, *arguments: str) -> str:
 
 
 def make_repository(folder: Path) -> Path:
-    """The installed torch, as far as its series touches it (tag ``original``), with the series
-    on top (tags ``commit-1``, ``commit-2``, ...)."""
+    """Commit the files of the installed torch that its series touches, and apply the series.
+
+    The tags are ``original`` and, for each patch, ``commit-1``, ``commit-2``, ...
+    """
     git(folder, "init", "--quiet")
     for path in touched(series_folder()):
         if path.startswith("torch/"):
@@ -178,7 +179,7 @@ class LinkedTorch:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(repository / path, folder / path)
         for directory in sorted(d for d in own if d.startswith("torch")):
-            # The original's byte code but for the commit's files; nothing is written to it.
+            # Link the original's byte code, except for the commit's files; nothing writes to it.
             for entry in [
                 *(TORCH_DIR.parent / directory).iterdir(),
                 *(TORCH_DIR.parent / directory / "__pycache__").glob("*"),
@@ -191,7 +192,6 @@ class LinkedTorch:
                     link.symlink_to(entry)
 
     def run(self, *arguments: str, paths: tuple[Path, ...] = ()) -> str:
-        """What Python with ``arguments`` prints on this torch, and with ``paths`` to import from;
-        its errors last."""
+        """Run Python with ``arguments`` on this torch; return its output, then its errors."""
         done = run_python("", self.folder, *paths, args=arguments)
         return done.stdout + done.stderr

@@ -1,5 +1,7 @@
-"""Graphs of collectives, random and as training makes them: built node by node with fake values,
-which takes about a millisecond, or traced."""
+"""Build graphs of collectives: random ones, and graphs shaped like those of training.
+
+Most are built node by node with fake values, which takes about a millisecond; some are traced.
+"""
 
 import copy
 import functools
@@ -53,10 +55,10 @@ OPTIONS = st.builds(
 
 
 class Builder:
-    """A graph of vectors. Every value has ``WORLD * n`` elements, so that any can go anywhere.
+    """Builds a graph of vectors with ``WORLD * n`` elements, which every collective accepts.
 
-    Planners only look at a fake value, so nodes can share one; tracing, as merging does, tells
-    nodes apart by it. ``share`` saves most of the time that building takes.
+    With ``share``, nodes share fake values, which saves most of the build time. Planners accept
+    that. Merging does not: it traces, and tracing identifies nodes by their values.
     """
 
     def __init__(self, share: bool = False, mode: FakeTensorMode = _MODE) -> None:
@@ -66,7 +68,7 @@ class Builder:
         self.leaves: list[fx.Node] = []
 
     def shaped(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> fx.Node:
-        """An input of any shape."""
+        """Add an input of this shape."""
         node = self.graph.placeholder(f"p{len(self.leaves)}")
         with self.mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
@@ -74,7 +76,7 @@ class Builder:
         return node
 
     def op(self, target: Any, *args: Any) -> fx.Node:
-        """A call whose value is what the operator itself makes of fake tensors."""
+        """Add a call; run the operator on fake tensors for its value."""
         node = self.graph.call_function(target, args)
         with self.mode:
             node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
@@ -92,7 +94,7 @@ class Builder:
         return node
 
     def collective(self, kind: str, x: fx.Node, group: str, op: str = "sum") -> fx.Node:
-        """The result has as many elements as ``x``."""
+        """Add a start and its wait; return a node with as many elements as ``x``."""
         n, dtype = x.meta["val"].numel(), x.meta["val"].dtype
         if kind == "all_gather":
             start = self.call(
@@ -125,8 +127,10 @@ class Builder:
 def random_graph(
     seed: int, collectives: int, groups: Sequence[str], writes: bool = True, share: bool = True
 ) -> fx.GraphModule:
-    """Collectives of three kinds on ``groups`` in two dtypes, with sums between them and, with
-    ``writes``, inputs that are written to. Three in four are tagged."""
+    """Build a graph of collectives of three kinds and two dtypes on ``groups``, with sums between.
+
+    With ``writes``, some nodes write to inputs. Three in four collectives are tagged.
+    """
     rng = random.Random(seed)
     builder = Builder(share)
     values = [builder.leaf(WORLD * rng.randint(1, 40), rng.choice(DTYPES)) for _ in range(6)]
@@ -141,7 +145,7 @@ def random_graph(
         return v.meta["val"].numel(), v.meta["val"].dtype
 
     for _ in range(collectives):
-        # Mostly inputs, as for parameters; else something that depends on collectives.
+        # Mostly an input, like a parameter; otherwise a value that depends on collectives.
         x = rng.choice(leaves if rng.random() < 0.6 else values)
         pending.append((rng.choice(KINDS), x, rng.choice(groups)))
         if rng.random() < 0.3:
@@ -166,9 +170,10 @@ def random_graph(
 
 
 def odd_graph(seed: int, groups: Sequence[str]) -> tuple[fx.GraphModule, bool]:
-    """Make a graph of odd features, on ``groups``, tagged below module ``m``.
+    """Build a graph of unusual features on ``groups``, tagged with parameters of module ``m``.
 
-    Returns the graph, and whether ``run_all_ranks`` can run it.
+    For example empty tensors and scalars, starts with no wait or two, writes to results, missing
+    metadata, a wrong order. Returns the graph, and whether ``run_all_ranks`` can run it.
     """
     rng = random.Random(seed)
     b = Builder()
@@ -190,7 +195,7 @@ def odd_graph(seed: int, groups: Sequence[str]) -> tuple[fx.GraphModule, bool]:
             if kind == "reduce_scatter" and not divides:
                 if not val.ndim or rng.random() < 0.8:
                     continue
-                runs = False  # chunks of several sizes
+                runs = False  # chunks of unequal size
             if kind == "all_gather" and not val.ndim:
                 runs = False
             target, *args = {
@@ -239,7 +244,7 @@ def odd_graph(seed: int, groups: Sequence[str]) -> tuple[fx.GraphModule, bool]:
 
 
 def real_inputs(gm: fx.GraphModule, world: int = WORLD) -> list[list[torch.Tensor]]:
-    """Per rank, integers so small that sums are exact in bf16: any order of addition is the same."""
+    """Make inputs per rank: integers so small that sums are exact in bfloat16, in any order."""
     leaves = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     return [
         [
@@ -253,10 +258,13 @@ def real_inputs(gm: fx.GraphModule, world: int = WORLD) -> list[list[torch.Tenso
 def layered_graph(
     nodes: int, collectives: int, groups: Sequence[str], share: bool = True
 ) -> fx.GraphModule:
-    """As training graphs are: layers of gathers of inputs, compute with a collective of another
-    group on the path, and reductions of what came of it; all results stay alive to the end."""
+    """Build a graph shaped like a training step, with about this many nodes and collectives.
+
+    Each layer all-gathers inputs, computes with an all-reduce of another group on the path, and
+    reduce-scatters results, which stay alive to the end.
+    """
     builder = Builder(share)
-    per_layer = 10  # 6 gathers, 2 on the path, 2 reductions
+    per_layer = 10  # 6 all-gathers, 2 all-reduces on the path, 2 reduce-scatters
     layers = max(1, collectives // per_layer)
     compute = max(1, (nodes - 2 * collectives - 6 * layers) // layers - 8)
     shards = [[builder.leaf(64, DTYPES[1]) for _ in range(6)] for _ in range(layers)]
@@ -280,13 +288,13 @@ def layered_graph(
     return gm
 
 
-# --- what a scheduler is shown ---------------------------------------------------------------------
+# --- graphs for schedulers ------------------------------------------------------------------------
 
 DIM = 64
 
 
 class Trainer(Builder):
-    """Builds graphs with matrix products, whose costs are given by name."""
+    """Builds graphs of matrix products and collectives of matrices."""
 
     def mm(self, x: fx.Node, w: fx.Node) -> fx.Node:
         node = self.graph.call_function(_aten.mm.default, (x, w))
@@ -320,7 +328,7 @@ class Trainer(Builder):
 
 
 def forward_graph(layers: int = 3) -> fx.GraphModule:
-    """Gather, product, gather, product: what eager order looks like without prefetching."""
+    """Build all-gather, product, all-gather, product, ...: eager order without prefetch."""
     b = Trainer()
     shards = [b.matrix(DIM // 2) for _ in range(layers)]
     x = b.matrix()
@@ -330,7 +338,7 @@ def forward_graph(layers: int = 3) -> fx.GraphModule:
 
 
 def backward_graph(layers: int = 4, products: int = 3) -> fx.GraphModule:
-    """Per layer some products, and at the very end all reduce-scatters, as a sort leaves them."""
+    """Build layers of products, and all reduce-scatters at the end, as a topological sort does."""
     b = Trainer()
     x, w = b.matrix(), b.matrix()
     gradients = []
@@ -344,7 +352,10 @@ def backward_graph(layers: int = 4, products: int = 3) -> fx.GraphModule:
 
 
 def machine(collective_ms: float = 1.0, mm_ms: float = 1.0) -> teb.Machine:
-    """Products of DIM x DIM and collectives take what is asked for, other kernels next to nothing."""
+    """Make a machine with these times for DIM x DIM products and for collectives.
+
+    Other kernels take almost no time.
+    """
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     return teb.Machine(
         flops={"float32": 2 * DIM**3 / (mm_ms * 1e-3)},
@@ -360,8 +371,10 @@ def order_of(gm: fx.GraphModule) -> str:
 
 
 def demo_graphs() -> dict[str, fx.GraphModule]:
-    """The demo model's forward and backward graphs, one collective per parameter; traced once, on
-    a world of two ranks."""
+    """Copy the demo model's forward and backward graphs, with one collective per parameter.
+
+    They are traced once, on two ranks.
+    """
     return {stage: copy.deepcopy(gm) for stage, gm in _traced_demo().items()}
 
 
@@ -384,7 +397,7 @@ def choose_caps(
     eligible: Eligible = "tag",
     **options: Any,
 ) -> tuple[MergePlan, CapsReport]:
-    """The search for caps of these kinds: the plan, and what was tried."""
+    """Search for byte caps of these kinds; return the plan and the report of the search."""
     by_cap = ByCap(kinds=kinds, eligible=eligible)
     found = BySearch(policies_of(policies), by_cap, **options).search(GraphAnalysis.of(graph))
     return found.plan, found.report

@@ -1,4 +1,4 @@
-"""Random joint graphs for the choice of what stays gathered or saved, and planners for them."""
+"""Make random joint graphs, and planners of what stays gathered or saved for them."""
 
 import random
 from dataclasses import replace
@@ -25,7 +25,7 @@ BLOCKS = Units.of([(f"layers.{number}",) for number in range(100)])
 
 
 class _Joint:
-    """A joint graph in the making; ``tag`` is what tracing would mark its nodes with."""
+    """A joint graph under construction; ``tag`` is the phase that tracing would mark nodes with."""
 
     def __init__(self, ranks: int) -> None:
         self.graph = fx.Graph()
@@ -63,11 +63,11 @@ class _Joint:
 
 
 def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machine]:
-    """A chain of layers of random widths, and a machine on which communication takes between a
-    quarter and four times as long as computation.
+    """Make a chain of layers of random widths, and a machine for it.
 
+    On the machine, communication takes between a quarter and four times as long as computation.
     Each layer is a unit: one or two sharded matrices, and up to three products with a matrix that
-    is not sharded. Some layers are followed by a wide activation that is saved.
+    is not sharded. After some layers a wide activation is saved.
     """
     rng = random.Random(seed)
     j = _Joint(ranks)
@@ -136,9 +136,11 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
 def random_planner(
     seed: int, units: int, activations: bool = False, to: int = 0, more: int = 4
 ) -> KeepPlanner:
-    """What chooses for one of :func:`random_joint`, ``activations`` that are saved, too. With
-    ``to``, in a job of twice as many ranks, backward may gather in a group of that size, whose
-    network is ``more`` times as fast; 0: a job of two ranks."""
+    """Return the planner for a :func:`random_joint`, which with ``activations`` chooses these, too.
+
+    With ``to``, the job has twice as many ranks, and backward may gather in a group of that size,
+    whose network is ``more`` times as fast. 0: a job of two ranks.
+    """
     graph, machine = random_joint(seed, units, 2 * max(1, to))
     smaller = None
     if to:

@@ -1,6 +1,7 @@
-"""What ranks of tests are forked with (see ``ranks.preload``): imports, and which vector instructions
-there are. Neither leaves a thread; ``test_ranks`` looks. A compile would save each rank a tenth of
-its first one, and leaves autograd's threads where torch was built with CUDA.
+"""Import what ranks need before they are forked (see ``ranks.preload``); find vector instructions.
+
+Neither may leave a thread, which ``test_ranks`` checks. A compile here would save each rank a tenth
+of its first compile, but it leaves autograd's threads where torch was built with CUDA.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import torch_ext_bucketing as teb
 for name in teb.__all__:
     getattr(teb, name)
 
-# What a first compile imports, where this torch has it.
+# Modules that the first compile imports; not every torch has all of them.
 for name in (
     "torch._dynamo.backends.inductor",
     "torch._export.db.logging",
@@ -33,7 +34,7 @@ for name in (
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
-# Small programs are compiled for the answer, which all ranks find here, whatever their cache.
+# The answer takes compiling small programs. Forked ranks inherit it, whatever their cache folder.
 valid_vec_isa_list()
 
 gc.collect()

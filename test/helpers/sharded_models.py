@@ -1,4 +1,4 @@
-"""Small sharded models, and how to look at the graphs that they compile to."""
+"""Small models, ways to shard them, and backends that keep the graphs they compile to."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -56,7 +56,7 @@ TWO_BLOCKS_FQNS = [
 
 
 class RedistributeParametrization(nn.Module):
-    """SimpleFSDP's way with DTensor alone."""
+    """All-gathers a DTensor parameter, as SimpleFSDP does."""
 
     def __init__(self, dims: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class RedistributeParametrization(nn.Module):
 
 
 def checkpointed(*modules: nn.Module) -> None:
-    """Their forward is computed again in backward."""
+    """Recompute the forward of these modules in backward."""
     for module in modules:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
@@ -106,7 +106,7 @@ def shard_by_parametrization(
 def shard_by_property(
     model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """As torchtitan's SimpleFSDP: a subclass whose properties gather ``self._parameters[name]``."""
+    """Shard like torchtitan's SimpleFSDP: properties of a subclass gather ``self._parameters[name]``."""
     _shard(model, mesh)
     gather = RedistributeParametrization(mesh.ndim, dtype)
     for module in model.modules():
@@ -118,7 +118,7 @@ def shard_by_property(
 
 
 class Keep(dict[str, fx.GraphModule]):
-    """A callable backend that keeps the graphs it is given, by stage."""
+    """A callable backend that keeps its graphs by stage."""
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         self[stage_of(gm.graph)] = gm
@@ -126,8 +126,7 @@ class Keep(dict[str, fx.GraphModule]):
 
 
 class Capture:
-    """A backend that tags the joint graph, runs ``joint`` on it, and keeps every graph that
-    follows."""
+    """A backend that tags the joint graph, runs ``joint`` on it, and keeps all later graphs."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class Capture:
         self.partitioner = partitioner
         self.model = model
         self.joint = joint
-        # Of each joint graph its tags, and the kinds of its collectives without one.
+        # For each joint graph: its tags, and the kinds of its untagged collectives.
         self.tags: list[tuple[list[Tag], list[Kind]]] = []
         self.graphs: list[fx.GraphModule] = []
 
@@ -185,7 +184,7 @@ def eager_fsdp2(
     reduce_dtype: torch.dtype | None = None,
     **more: Any,
 ) -> nn.Module:
-    """``fully_shard`` per unit, in place, with no cast of the model's inputs."""
+    """Call ``fully_shard`` for each unit, in place, without a cast of the model's inputs."""
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     for unit in units:
         names = [unit] if isinstance(unit, str) else unit
@@ -201,7 +200,7 @@ def small_transformer(layers: int = 2) -> Transformer:
 
 
 def tokens_of(rank: int, vocabulary: int, *shape: int) -> Callable[[int], torch.Tensor]:
-    """This rank's tokens, by the number of the step."""
+    """Make a function from a step's number to this rank's tokens."""
 
     def tokens(number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * number + rank)
@@ -213,7 +212,7 @@ def tokens_of(rank: int, vocabulary: int, *shape: int) -> Callable[[int], torch.
 def trained(
     model: nn.Module, run: Any, tokens: Callable[[int], torch.Tensor], steps: int = 3
 ) -> list[str]:
-    """Digests of this rank's shards of all weights, after each step."""
+    """Train, and return digests of this rank's shards of all weights after each step."""
 
     def forward_backward(number: int) -> torch.Tensor:
         loss = run(tokens(number)).float().logsumexp(-1).mean()

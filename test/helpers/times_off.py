@@ -30,8 +30,10 @@ SIGMA = 0.3
 
 
 def off_by(machine: Machine, seed: int, sigma: float = SIGMA, hints: GivenHints = None) -> Machine:
-    """``machine`` with times that are off, the same for the same seed; ``sigma`` is the standard
-    deviation of a factor's logarithm, and the median factor 1."""
+    """Return ``machine`` with wrong times, the same for the same seed.
+
+    ``sigma`` is the standard deviation of a factor's logarithm; the median factor is 1.
+    """
     true = Costs(machine, SizeHints(hints))
     factors: dict[tuple[Any, ...], float] = {}
 
@@ -60,9 +62,16 @@ def steps_off(
     sigma: float = SIGMA,
     machine: Machine = H100,
 ) -> tuple[float, float, list[float]]:
-    """Milliseconds of the step, planned with the times of ``machine``, what no order of the same
-    buckets can beat, and the steps planned with each draw of other times. ``options`` are
-    those of :class:`.ByCap`."""
+    """Time the step planned with the machine's times, and the steps planned with wrong ones.
+
+    Args:
+        draws: number of sets of wrong times.
+        options: options of :class:`.ByCap`.
+
+    Returns:
+        The step in milliseconds planned with the times of ``machine``, the least that any order of
+        the same buckets takes, and the steps planned with each draw.
+    """
     hints, by_cap = analysis.hints, ByCap(**options)
     true = Costs(machine, hints)
     unmerged = model_of(analysis, true)

@@ -1,4 +1,4 @@
-"""What not every torch has."""
+"""Features that not every supported torch has."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch._inductor import config
 from torch._inductor.fx_passes import fsdp
 
 CONFIG = torch.compiler.config if torch.__version__ >= "2.14" else torch.distributed.config
-"""Where ``compile_on_one_rank`` is."""
+"""The config module with ``compile_on_one_rank``."""
 
 HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
 needs_pre_bucketing = pytest.mark.skipif(

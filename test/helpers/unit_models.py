@@ -1,4 +1,4 @@
-"""Models of many shapes, whose units are found, named or packed; no forward of theirs is called."""
+"""Models of many shapes, for tests that find, name or pack units. They have no forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ class OtherBlock(nn.Module):
 
 
 class TwoAttentions(nn.Module):
-    """A pair of attentions is no list of blocks."""
+    """A block with a list of two attentions, which is not a list of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class GroupedExperts(nn.Module):
 
 
 class MoE(nn.Module):
-    """``style``: experts in a list, as one tensor for all, or that inside of a module that routes."""
+    """Experts by ``style``: a list, one tensor for all, or the latter inside a routing module."""
 
     def __init__(self, style: str) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class MoEBlock(nn.Module):
 
 
 def model_of(**children: Any) -> nn.Module:
-    """A module with the given children and parameters, in the order given."""
+    """Make a module with these children and parameters, in this order."""
     model = nn.Module()
     for name, child in children.items():
         setattr(model, name, child)
@@ -130,7 +130,7 @@ def llama(
 
 
 def gpt(kind: Any = None) -> nn.Module:
-    """All in a dict, most of whose values are alike: no list of blocks."""
+    """Make a GPT with all children in a dict, which is not a list of blocks."""
     h = blocks(2) if kind is not nn.Sequential else nn.Sequential(*blocks(2))
     parts = {"wte": embedding(), "wpe": nn.Embedding(8, DIM), "h": h}
     if kind is not None:
@@ -164,7 +164,7 @@ def encoder_decoder(tied: bool = False) -> nn.Module:
 
 
 def swin() -> nn.Module:
-    """A list of stages, each with its list of blocks and a reduction."""
+    """Make a list of stages, each with a list of blocks and a downsampling layer."""
     stages = [model_of(blocks=blocks(2), reduction=nn.Linear(DIM, DIM)) for _ in range(2)]
     return model_of(
         patch_embed=nn.Conv2d(3, DIM, 2), layers=nn.ModuleList(stages), head=nn.Linear(DIM, 10)
@@ -172,7 +172,7 @@ def swin() -> nn.Module:
 
 
 def flux() -> nn.Module:
-    """Several projections in front, two block lists, a final layer."""
+    """Make a model of several projections, two lists of blocks and a final layer."""
     return model_of(
         img_in=nn.Linear(3, DIM),
         txt_in=nn.Linear(5, DIM),
@@ -194,7 +194,7 @@ def shared_block() -> nn.Module:
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    """With a block in an activation checkpoint, and one that is compiled, too."""
+    """Wrap one block in an activation checkpoint, and compile another one in a checkpoint."""
     model.layers["0"] = checkpoint_wrapper(model.layers["0"])
     model.layers["1"] = torch.compile(checkpoint_wrapper(model.layers["1"]))
     return model

@@ -1,4 +1,4 @@
-"""Odd graphs, bad hooks and bad arguments: the right result, or a clear error and the graph as it was."""
+"""Unusual graphs, faulty hooks and bad arguments: a right result, or an error and the same graph."""
 
 import json
 import math
@@ -46,7 +46,7 @@ from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 
 ODD: dict[str, Callable[[], fx.GraphModule]] = {}
 CAN_RUN: set[str] = set()
-"""Those that ``run_all_ranks`` runs, on a world of two ranks."""
+"""Graphs that ``run_all_ranks`` can run on two ranks."""
 
 
 def world() -> dist.ProcessGroup:
@@ -64,7 +64,7 @@ def wait(start: torch.Tensor) -> torch.Tensor:
 
 
 def tagged(gm: fx.GraphModule) -> fx.GraphModule:
-    """Every collective serves a parameter of its own, all of them in module ``m``."""
+    """Tag each collective with a parameter of its own in module ``m``."""
     for i, node in enumerate(gm.graph.nodes):
         kind = kind_of(node)
         if kind is not None:
@@ -73,7 +73,7 @@ def tagged(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def odd(*shapes: tuple[int, ...], runs: bool = True) -> Callable[[Any], Any]:
-    """Registers what a function traces to on inputs of these shapes."""
+    """Register the graph that a function traces to on inputs of these shapes."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         ODD[fn.__name__] = lambda: trace(fn, *map(torch.zeros, shapes))
@@ -116,7 +116,7 @@ def rows_that_can_not_be_divided(*xs):
 
 @odd((4,), (4,), (4,))
 def written_to_itself(p, q, new):
-    """A cycle by way of memory: what is gathered is written back to where it came from."""
+    """Write gathered values back to the gather's input, which makes a cycle through memory."""
     for _ in range(2):
         q.copy_(all_gather(p, world())[:4])
         p.copy_(all_gather(q, world())[4:] + new)
@@ -150,7 +150,7 @@ def one_rank() -> fx.GraphModule:
 
 @built
 def unhinted_sizes() -> fx.GraphModule:
-    """Two buckets that can be merged, and then one whose sizes nobody knows."""
+    """Trace two buckets that can be merged, and one of sizes that depend on data."""
 
     def fn(x, y, n):
         rows = n.nonzero().shape[0]
@@ -239,7 +239,7 @@ KIND_NAMES = tuple(KINDS)
 
 
 def described(gm: fx.GraphModule) -> list[Any]:
-    """Node for node: call, arguments, users, value and other metadata."""
+    """Describe each node: call, arguments, users, value and other metadata."""
     return [
         (n.name, n.op, n.target, str(n.args), str(n.kwargs), [u.name for u in n.users])
         + (id(n.meta.get("val")), sorted(n.meta), str(n.meta.get("custom")))
@@ -286,7 +286,7 @@ FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     "agree": agree,
 }
 PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "FixedOrderReduce")
-# What raises, of the functions in PLANNERS; scheduling says the same in a warning.
+# Errors of the functions in PLANNERS; scheduling warns with the same text.
 RAISES = {
     "out_of_order": (
         (ValueError, RuntimeError),
@@ -339,7 +339,7 @@ def test_odd_graphs(name, function):
     said = [str(w.message) for w in warned if w.category is teb.errors.BoundNotKeptWarning]
     if name in RAISES:
         assert all(re.search(RAISES[name][1], text) for text in said)
-        if function != "ReshardAfterForward":  # which only marks nodes
+        if function != "ReshardAfterForward":  # it only marks nodes
             assert described(gm) == before
         return
     assert not any("keeps its order" in text for text in said), said
@@ -357,7 +357,7 @@ def check_random(function: str, seed: int) -> bool:
         ordered = False
     try:
         expected = run_all_ranks(gm, inputs_of(gm)) if runs else []
-    except RuntimeError:  # a copy to what it overlaps with
+    except RuntimeError:  # a copy between overlapping tensors
         expected = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -391,7 +391,7 @@ def why_left(name: str) -> set[str]:
 
 def test_odd_collectives_are_left_alone_with_a_reason():
     assert why_left("two_waits_on_a_start") == {
-        "its result is used by other nodes than one wait",
+        "nodes other than one wait read its result",
     }
     assert why_left("no_wait") == why_left("two_waits_on_a_start")
     assert why_left("scalars_gathered") == {"its input has no dimension"}
@@ -418,16 +418,16 @@ def test_a_graph_without_output_can_be_scheduled():
 
 
 def test_one_gather_that_can_not_be_merged_costs_no_other_bucket():
-    """torch's merging fails at scalars; the gathers of a dimension merge all the same."""
+    """torch's merging fails at scalars; gathers with dimensions still merge."""
     report = by_cap(tagged(ODD["scalars_gathered"]()))
     assert [len(b.members) for b in report.buckets] == [2]
 
 
-# -- going back -----------------------------------------------------------------------------------
+# -- undoing changes -----------------------------------------------------------------------------------
 
 
 def gathers_and_scatters() -> fx.GraphModule:
-    """Two units with a gather bucket and a scatter bucket each."""
+    """Trace two units, each with one all-gather bucket and one reduce-scatter bucket."""
 
     def step(*xs):
         full = [all_gather(x, world()) for x in xs]
@@ -466,7 +466,7 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm.graph.lint()
     gm.recompile()
     monkeypatch.undo()
-    # Nothing is lost: the same again, and now it works.
+    # The same plan works after the failure.
     assert len(apply_plan(gm.graph, ByUnit(Units(UNITS)).plan(gm.graph))) == 4
     gm.graph.lint()
 
@@ -546,7 +546,7 @@ def functional(start: fx.Node) -> int:
 
 
 def once(name: str) -> Callable[[fx.Node], int]:
-    """A key that changes the graph when it is first asked."""
+    """Make a payload key that changes the graph in its first call."""
     done: set[fx.Graph] = set()
 
     def key(start: fx.Node) -> int:
@@ -570,7 +570,7 @@ BAD_KEYS: dict[str, tuple[Callable[[fx.Node], Any], str]] = {
     "no order": (lambda n: object(), "(can't be sorted|with keys)"),
     "communicates": (collective, "failed at"),
     "communicates in a graph": (functional, "failed at"),
-    **{name: (once(name), r"changed the graph \(.*was put back") for name in CHANGES},
+    **{name: (once(name), r"changed the graph \(.*was restored") for name in CHANGES},
 }
 HARMLESS_KEYS: dict[str, Callable[[fx.Node], Any]] = {
     "None": lambda n: None,
@@ -588,7 +588,7 @@ def refused(
     match: str,
     same_nodes: bool = True,
 ) -> Exception:
-    """What a call raises, which leaves the graph as it was."""
+    """Check that a call raises and leaves the graph unchanged; return the error."""
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
     with pytest.raises(error, match=match) as caught:
@@ -691,7 +691,7 @@ def test_caps_of_any_size(cap):
 def test_eligibility_that_fails(road):
     for eligible, text in (
         (lambda n: {}[n], r"failed at .*all_gather_into_tensor"),
-        (lambda n: torch.ones(2), "failed at"),  # no truth value
+        (lambda n: torch.ones(2), "failed at"),  # has no truth value
         (lambda n: _insert(n.graph) or True, "changed the graph"),
     ):
         call = partial(CAP_ROADS[road], eligible=eligible)
@@ -779,7 +779,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("payload_order must be a callable", lambda: teb.BucketAndSchedule([], payload_order=3)),
     ],
 }
-"""Calls, and what their error says; of plans and orders, see the tests of those."""
+"""Calls with the text of their errors; plans and orders have tests of their own."""
 
 
 @pytest.mark.parametrize(
@@ -791,7 +791,7 @@ def test_bad_calls(error, match, call):
 
 
 def test_units_that_no_parameter_has_are_no_units():
-    """A misspelt unit shows as parameters that no unit covers, which are warned about by name."""
+    """A misspelt unit leaves parameters uncovered, and a warning names these."""
     gm = gathers_and_scatters()
     before = described(gm)
     buckets = teb.BucketByUnit([["m.c"], ["m.b.nothing"]])

@@ -482,7 +482,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
     """And its own bucketing does not merge our buckets, and the user's own pass runs, too."""
     seen = []
     set_by_the_user = {
-        "post_grad_custom_post_pass": lambda g: seen.append(inductor_config.allow_buffer_reuse),
+        "post_grad_custom_post_pass": lambda g: seen.append(inductor_config.bucket_all_gathers_fx),
         **dict.fromkeys(("bucket_all_gathers_fx", "bucket_reduce_scatters_fx"), "all"),
         "bucket_all_reduces_fx": "all",
     }
@@ -491,7 +491,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
     with inductor_config.patch(set_by_the_user), lowered() as graphs:
         report = compiled_step([BucketByUnit(order())], backend_of="inductor")
     assert copied() == before
-    assert seen == [False, False], "forward and backward"
+    assert seen == ["none", "none"], "forward and backward"
     found = [GraphAnalysis(gm.graph).counts for gm in graphs]
     assert found == [{"all_gather": 3}, {"reduce_scatter": 3}]
     assert report.collectives_after == {"all_gather": 3, "reduce_scatter": 3}
@@ -614,7 +614,7 @@ def test_manager_orders_the_passes():
     ("make", "error", "match"),
     [
         (lambda: backend("aot"), ValueError, "must be 'aot_eager', 'inductor' or a callable"),
-        (lambda: backend("aot_eager", [print]), TypeError, "is no pass"),
+        (lambda: backend("aot_eager", [print]), TypeError, "is not a pass"),
         (lambda: BucketByUnit(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
         (lambda: BucketByUnit(UNITS, payload_order=True), TypeError, "payload_order must be"),
         (lambda: backend("aot_eager").last_report(), RuntimeError, "nothing has been compiled"),

@@ -94,5 +94,5 @@ def test_the_error_names_what_is_gone_and_the_torch_at_first_use():
         said = json.loads(line)
         assert said[:1] == ["imported"]
         assert len(said) == 2, name
-        assert "torch 2.17.0 has not all that torch_ext_bucketing calls" in said[1]
+        assert "torch 2.17.0 lacks a name that torch_ext_bucketing uses" in said[1]
         assert name in said[1]

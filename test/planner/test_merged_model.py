@@ -72,7 +72,6 @@ def bytes_left(model: Model) -> int:
     return live.now
 
 
-@pytest.mark.once
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
 @example(598, 4, 64)  # a write to what a bucket packs does not wait for the bucket
 @settings(max_examples=200)

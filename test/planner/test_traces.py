@@ -13,6 +13,8 @@ from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.testing.ring import on_ranks
 
+pytestmark = pytest.mark.once
+
 C10D = torch.ops._c10d_functional
 WAIT_S = 0.2
 

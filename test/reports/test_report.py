@@ -175,8 +175,8 @@ def test_trace_and_log_have_the_graph_before_and_after_each_pass(traced):
     def gathers(name):
         return graphs[f"torch_ext_bucketing_{name}"].count("all_gather_into_tensor")
 
-    assert gathers("forward_0_BucketUnits_before") > gathers("forward_0_BucketUnits_after") > 0
-    after_units = graphs["torch_ext_bucketing_forward_0_BucketUnits_after"]
+    assert gathers("forward_0_BucketByUnit_before") > gathers("forward_0_BucketByUnit_after") > 0
+    after_units = graphs["torch_ext_bucketing_forward_0_BucketByUnit_after"]
     assert graphs["torch_ext_bucketing_forward_1_Schedule_before"] == after_units
     assert "f32[" in after_units
     for name in graphs:

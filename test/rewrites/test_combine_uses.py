@@ -162,8 +162,8 @@ def refusals(joint):
         return joint.scatter("w", full * a) + joint.scatter("w", full * b, "sum")
 
     return {
-        written: "writes to what",
-        read_elsewhere: "reads a gradient that is reduced on its own",
+        written: "writes to the result of",
+        read_elsewhere: "reads a gradient that is reduced separately",
         other_kinds: "reduced in different ways",
     }
 

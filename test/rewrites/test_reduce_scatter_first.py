@@ -143,13 +143,13 @@ def _refusals(joint):
         return [joint.scatter("w", total)]
 
     return {
-        norm: "reads what is between",
+        norm: "reads a value between",
         scaled: "scales between",
         cast: "casts between",
-        ones: "more than moving values and padding with zeros",
-        largest: "is no sum and no average",
-        twice: "reads what is between",
-        written: "view reads what is between",
+        ones: "more than move values and pad with zeros",
+        largest: "is neither a sum nor an average",
+        twice: "reads a value between",
+        written: "view reads a value between",
     }
 
 
@@ -176,7 +176,7 @@ def test_a_group_inside_of_the_shards_is_left(joint):
     shards, replicas = joint.groups["shards"], joint.groups["replicas"]
     joint.groups.update(shards=replicas, replicas=shards)
     (left,) = left_alone(joint, reduced_first(joint)).left
-    assert "as tensor parallelism does" in left.reason
+    assert "as with tensor parallelism" in left.reason
     assert is_inside([0, 1], [0, 2, 4])
     assert not is_inside([0, 2, 4], [0, 1])
     assert not is_inside([3], [1, 3])

@@ -249,7 +249,9 @@ def test_shards_of_other_groups(fake_world):
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("nodes", "inside", "tp"))
     data = mesh["nodes", "inside"]._flatten("data")
-    with pytest.raises(Exception, match=r"to= fits no group .*ranks 0, 1 .* of ranks 0, 2, 4, 6"):
+    with pytest.raises(
+        Exception, match=r"to= does not fit the groups .*ranks 0, 1 .* of ranks 0, 2, 4, 6"
+    ):
         compiled([teb.ReshardAfterForward(2)], sharded(data))
     torch._dynamo.reset()
     smaller = teb.ReshardAfterForward(to=mesh["inside"])

@@ -1,4 +1,4 @@
-"""``compare`` names the cause of each fault, and calls a model without one equal."""
+"""``compare`` names the cause of each fault, and finds a model without a fault equal."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ MODELS: dict[str, Case] = {
     "Dynamo": {"build": partial(models.of_kind, "branch")},
     "decompositions": {"build": partial(models.of_kind, "decomposed")},
 }
-# Of which no torch is the cause.
+# Causes outside torch.
 FAULTS: dict[str, Case] = {
     "nondeterminism": {"build": models.randomly},
     "activations": {
@@ -116,7 +116,7 @@ FOUND = {
     "payload order": "reduce_scatter of last.bias, last.weight: byte 0 is",
     "units": "no unit of eager FSDP2 has these members",
 }
-"""Modules, units, parameters, buckets and bytes, by the cause."""
+"""A part of the finding, by cause: modules, units, parameters, buckets or bytes."""
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_the_cause_is_named(group: str, name: str):
     assert FOUND.get(name, "") in cause.found
     if name == "no collective":
         assert cause.parameters == ("last.bias", "last.weight")
-    if name == "Dynamo":  # backward comes to them last
+    if name == "Dynamo":  # backward reaches these last
         assert comparison.parameters[-1].startswith("first.")
     assert cause.advice in comparison.to_text()
     assert json.loads(comparison.to_json())["causes"][0]["name"] == name
@@ -191,6 +191,7 @@ def messages(rank: Rank) -> list[str]:
     return found
 
 
+@pytest.mark.once
 def test_bad_input_is_named():
     for found in run_ranks(messages, 2, timeout_s=240):
         for message, expected in zip(found, BAD.values(), strict=True):

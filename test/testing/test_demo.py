@@ -1,4 +1,4 @@
-"""The demo, from its parts to whole runs as a user starts them."""
+"""The demo's parts, its command, and a run under Inductor."""
 
 import json
 import subprocess
@@ -63,7 +63,9 @@ def test_layout_differences_name_what_lies_elsewhere():
     eager = [_payload(("a", 0, 8), ("b", 8, 4)), rest]
     same = list(reversed(eager))
     assert layout_differences(eager, same) == []
-    assert layout_differences([*eager, _payload(("e", 0, 4))], same) == []  # no bucket of one
+    assert (
+        layout_differences([*eager, _payload(("e", 0, 4))], same) == []
+    )  # one member is not a bucket
     swapped = [_payload(("b", 0, 4), ("a", 4, 8)), rest]
     (text_,) = layout_differences(eager, swapped)
     assert "byte 0 is b (4 bytes), eager has a at byte 0 (8 bytes)" in text_
@@ -92,7 +94,7 @@ def _reports(settings: Settings, *, ours: list[str], control: list[str]) -> list
 def test_a_run_that_differs_from_eager_fails_and_says_where():
     settings = Settings(steps=4)
     ranks = _reports(settings, ours=["0", "1", "x", "3"], control=["x"] * 4)
-    ranks[0].runs["fsdp_order"].digests[2] = "2"  # equal on rank 0: the others must count
+    ranks[0].runs["fsdp_order"].digests[2] = "2"  # equal on rank 0; another rank differs
     result = combine(settings, ranks)
     assert not result["passed"]
     assert result["runs"]["fsdp_order"]["steps_equal_to_eager"] == 3
@@ -101,19 +103,21 @@ def test_a_run_that_differs_from_eager_fails_and_says_where():
     assert "first differ at step 3" in render(result)
 
 
-@pytest.mark.parametrize(("ranks", "nodes", "says"), [(4, 1, "one node"), (2, 2, "a + b is b + a")])
-def test_a_control_that_can_not_differ_is_explained(ranks, nodes, says):
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "message"), [(4, 1, "one node"), (2, 2, "a + b is b + a")]
+)
+def test_a_control_that_can_not_differ_is_explained(ranks, nodes, message):
     settings = Settings(steps=2, ranks=ranks, nodes=nodes)
     result = combine(settings, _reports(settings, ours=["0", "1"], control=["0", "1"]))
     assert result["passed"]
-    assert says in render(result)
+    assert message in render(result)
 
 
 # --- the command ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--ranks", "1"], "--ranks must be at least 2"),
         (["--ranks", "4", "--nodes", "3"], "--nodes must divide --ranks"),
@@ -128,12 +132,12 @@ def test_a_control_that_can_not_differ_is_explained(ranks, nodes, says):
         (["--json", "."], "is a folder"),
     ],
 )
-def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monkeypatch, capsys):
+def test_bad_options_are_usage_errors_before_any_rank_starts(options, message, monkeypatch, capsys):
     monkeypatch.setattr(cli, "run_ranks", None)
     with pytest.raises(SystemExit) as caught:
         main(["demo", *options])
     assert caught.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.once
@@ -154,8 +158,10 @@ def on_aten_kernels(rank: Rank, function: Callable[..., Any], *args: Any) -> Any
 @pytest.mark.slow
 @pytest.mark.once
 def test_the_demo_under_inductor_proves_layout_and_reproducibility(tmp_path, monkeypatch, capsys):
-    """On ATen's kernels, which need no compiling; ``test_parity`` has a cell on Inductor's own.
-    Where order matters, ``test_smoke`` has the demo."""
+    """Run on ATen's kernels, which need no compiling; ``test_parity`` has a cell on Inductor's own.
+
+    Two ranks, whose sums do not depend on order; ``test_smoke`` runs the demo on four.
+    """
     run = cli.run_ranks
     started = lambda fn, world, *args, **more: run(on_aten_kernels, world, fn, *args, **more)  # noqa: E731
     monkeypatch.setattr(cli, "run_ranks", started)

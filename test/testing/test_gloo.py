@@ -1,4 +1,4 @@
-"""What keeps ranks on gloo from being killed by torch's own faults; the groups are test_ring's."""
+"""Workarounds for faults of torch that kill ranks on gloo; test_ring has the groups."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from torch_ext_bucketing.testing.gloo import InFlight, make_gloo
 
 
 def held_by_cpp(x):
-    """A node of autograd that saves ``x``, as gloo's thread holds what it sends."""
+    """Save ``x`` in an autograd node, as gloo's thread holds a tensor that it sends."""
     return [x * x]
 
 
@@ -39,7 +39,7 @@ def test_one_thread(tmp_path):
     ids=["alone", "in lists", "by keyword"],
 )
 def test_an_operation_is_done_when_cpp_lets_go(call, args, kwargs):
-    """What it held before is not waited for."""
+    """References from before the operation do not count."""
     flight, x = InFlight(), torch.ones(3, requires_grad=True)
     assert flight.is_done()
     earlier = held_by_cpp(x)

@@ -1,4 +1,4 @@
-"""Ranks: spawned or forked from a server, never one left behind."""
+"""Ranks are spawned or forked from a server, and never outlive a run."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ from torch_ext_bucketing.testing.ranks import Rank, RankError, RanksTimedOut, ru
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Nothing above imports torch, so that spawned ranks start at once.
+# The imports above do not load torch, so spawned ranks start fast.
 
 
 def square(rank: Rank, offset: int) -> int:
@@ -45,13 +45,13 @@ def die_on_last(rank: Rank, how: str) -> None:
 
 
 def hang_with_the_interpreters_lock(rank: Rank) -> None:
-    # PyDLL, other than CDLL, calls without releasing the lock: no thread of this rank can run.
+    # Unlike CDLL, PyDLL keeps the interpreter's lock: no other thread of this rank can run.
     rank.send((os.getpid(),))
     ctypes.PyDLL(None).sleep(600)
 
 
 def hang_in_here(rank: Rank) -> None:
-    # A grandchild: what a rank started must go with it.
+    # A grandchild must end with its rank.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     rank.send((os.getpid(), child.pid))
     time.sleep(600)
@@ -59,13 +59,13 @@ def hang_in_here(rank: Rank) -> None:
 
 @pytest.fixture(params=["spawn", "forkserver"])
 def start(request, monkeypatch):
-    """Either way that ranks start."""
+    """Run the test with each way to start ranks."""
     if request.param == "spawn":
         monkeypatch.setattr(ranks, "_server", None)
 
 
 def _alive(pid: int) -> bool:
-    """Whether ``pid`` is a process that still runs (a zombie does not)."""
+    """Return whether ``pid`` is a running process (a zombie is not)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -93,16 +93,18 @@ def test_ranks_return_results_by_rank_and_messages_arrive():
     assert sorted(said) == [(r, f"hello from {r}") for r in range(3)]
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("start")
 def test_a_rank_that_raises_ends_all_with_its_traceback():
     with pytest.raises(RankError) as caught:
         run_ranks(raise_on_last, 3, timeout_s=60)
-    assert caught.type is RankError  # the others, which would go on, did not use up the time
+    assert caught.type is RankError  # and not RanksTimedOut: the other ranks were ended
     assert "rank 2 failed" in str(caught.value)
     assert "LookupError: no such weight" in str(caught.value)
     assert "in raise_on_last" in str(caught.value)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -128,7 +130,7 @@ def test_a_rank_that_dies_ends_all(how, text):
 def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
     pids: list[int] = []
     with pytest.raises(RanksTimedOut) as caught:
-        # Long enough for ranks that are spawned to import torch on a busy machine before they hang.
+        # Spawned ranks need time to import torch on a busy machine before they hang.
         run_ranks(hang_in_here, 2, timeout_s=12, on_message=lambda rank, both: pids.extend(both))
     assert "time limit of 12 s" in str(caught.value)
     assert "hang_in_here" in str(caught.value)
@@ -136,6 +138,7 @@ def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
     assert not _wait_gone(pids, 1.0)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("how", "hang"),
     [
@@ -199,11 +202,12 @@ def test_ranks_have_torch_imported_and_one_thread():
         assert {"torch._inductor.compile_fx", "torch_ext_bucketing.passes.backends"} <= {*modules}
         assert threads == 1
         assert value == "yes"
-    # What one run put into its ranks' environment is not in the next one's.
+    # The environment of one run does not leak into the next one.
     (again,) = run_ranks(_modules_threads_and_environment, 1, timeout_s=120)
     assert again[2] is None
 
 
+@pytest.mark.once
 def test_an_import_that_fails_in_the_server_is_named(tmp_path):
     (tmp_path / "broken.py").write_text("raise ValueError('no such thing')")
     (tmp_path / "parent.py").write_text(

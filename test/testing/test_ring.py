@@ -1,4 +1,4 @@
-"""Ring arithmetic against element-by-element references, and real ranks against the arithmetic."""
+"""Compare ring arithmetic with element-by-element references, and ranks with the arithmetic."""
 
 import functools
 import subprocess
@@ -41,7 +41,7 @@ def same_bits(a, b):
 
 
 def inputs_of(n, shape, dtype, seed=0):
-    """What each of ``n`` ranks contributes, the same wherever it is computed."""
+    """Make the inputs of ``n`` ranks; every rank computes the same list."""
     g = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return [torch.randn(shape, generator=g).to(dtype) for _ in range(n)]
@@ -79,6 +79,7 @@ def test_ring_order(ranks_per_node, group, rings):
     assert [ring_order(topology, c, list(group)) for c in range(4)] == rings
 
 
+@pytest.mark.once
 @given(st.integers(1, 4), st.integers(1, 8), st.sets(st.integers(0, 31), min_size=1, max_size=12))
 def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, channels, group):
     topology = RingTopology(ranks_per_node, channels=channels)
@@ -96,7 +97,7 @@ def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, chann
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: RingTopology(0), "ranks_per_node must be a positive integer, got 0"),
         (lambda: RingTopology(2, channels=2.0), "channels must be a positive integer"),
@@ -104,10 +105,10 @@ def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, chann
         (lambda: RingTopology(3).nodes_of(4), "start a multiple of 3"),
     ],
 )
-def test_bad_input_is_refused_with_advice(make, says):
+def test_bad_input_is_refused_with_advice(make, message):
     with pytest.raises(ValueError) as error:
         make()
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 def test_nodes_follow_from_the_world_size():
@@ -118,10 +119,10 @@ def test_nodes_follow_from_the_world_size():
 
 
 def element_by_element(inputs, topology, ranks, op, dtype, pick):
-    """The rule of the docs, one element and one addition at a time.
+    """Apply the documented rule, one element and one addition at a time.
 
-    ``pick(byte) -> (channel, end)`` says on which ring an element is and on which position it ends,
-    or for a reduce-scatter the rank.
+    ``pick(element)`` returns the channel, the end, and whether that is a position on the ring (for
+    an all-reduce) or a rank (for a reduce-scatter).
     """
     n = len(inputs)
     out = []
@@ -152,6 +153,7 @@ groups = st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True)
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int32])
 
 
+@pytest.mark.once
 @settings(max_examples=60)
 @given(topologies, groups, dtypes, st.integers(0, 40), st.sampled_from([SUM, AVG, MAX]))
 def test_every_element_is_by_the_rule(topology, group, dtype, count, op):
@@ -214,7 +216,7 @@ def test_other_ops_and_shapes():
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype", "says"),
+    ("op", "dtype", "message"),
     [
         (dist.ReduceOp.BAND, torch.int64, "ReduceOp.BAND on torch.int64"),
         (dist.ReduceOp.BXOR, torch.int64, "ReduceOp.BXOR on torch.int64"),
@@ -223,12 +225,12 @@ def test_other_ops_and_shapes():
         (dist._make_nccl_premul_sum(0.5), torch.int64, "ReduceOp.PREMUL_SUM on torch.int64"),
     ],
 )
-def test_unsupported_ops_are_named(op, dtype, says):
+def test_unsupported_ops_are_named(op, dtype, message):
     inputs = [torch.zeros(2).to(dtype)] * 2
     for simulate in (simulate_reduce_scatter, simulate_all_reduce):
         with pytest.raises(NotImplementedError) as error:
             simulate(inputs, RingTopology(2), op=op)
-        assert says in str(error.value)
+        assert message in str(error.value)
         assert simulate.__name__ in str(error.value)
 
 
@@ -237,7 +239,7 @@ def test_unsupported_ops_are_named(op, dtype, says):
 
 
 class Ranks:
-    """What a check may use."""
+    """The rank, the world and expected results, for checks."""
 
     def __init__(self, rank, world, topology):
         self.rank, self.world, self.topology = rank, world, topology
@@ -351,7 +353,7 @@ def check_one_thread_per_group(t):
         assert group._gloo.options._threads == 1
         x = torch.ones(1000)
         dist.all_reduce(x, group=group)
-        assert group._in_flight._tensors  # what the end of the process waits for
+        assert group._in_flight._tensors  # the process waits for these at its end
 
 
 def check_everything_else_is_gloo(t):
@@ -412,7 +414,7 @@ def check_errors_name_op_and_group(t):
         for words, call in calls.items():
             with pytest.raises(error, match=f"(?s){words}"):
                 call()
-    dist.all_reduce(ones)  # refused ops left nothing behind on any rank
+    dist.all_reduce(ones)  # refused operations left no rank waiting
     assert ones.tolist() == [t.world] * t.world
 
 
@@ -448,7 +450,7 @@ def check_functional_collectives(t):
 
 
 def check_compiled(t):
-    # Four processes compiling C++ on two cores say nothing that two don't.
+    # Compiling C++ in four processes shows no more than in two.
     for backend in ("aot_eager", "inductor")[: 2 if t.world == 2 else 1]:
         run_functional(t, partial(torch.compile, backend=backend, fullgraph=True))
 
@@ -501,7 +503,7 @@ def batch_of(rank):
 
 
 def check_eager_fsdp2(t):
-    """On one mesh dimension, and as HSDP: first over each node's shards, then between nodes."""
+    """Check FSDP, and HSDP, which reduces over each node's shards first, then between nodes."""
     one, two = init_device_mesh("cpu", (t.world,)), mesh_2d(t)
     bf16, fp32 = torch.bfloat16, torch.float32
     for mesh, *dtypes in (
@@ -536,7 +538,7 @@ def check_eager_fsdp2(t):
 
 @functools.cache
 def unsharded_gradients(layer, rank, param, reduce):
-    """Of a rank's own batch, computed here."""
+    """Compute a layer's unsharded gradients for the batch of any rank."""
     model = small_model().to(param)
     model(batch_of(rank).to(param)).float().square().sum().backward()
     return [p.grad.to(reduce) for p in model[layer].parameters()]
@@ -601,7 +603,7 @@ def test_a_process_ends_quietly_with_its_group_left_open(tmp_path):
 
 
 def test_ranks_that_torchrun_restarts_find_nothing_of_their_predecessors(monkeypatch):
-    """Its agent keeps the store, with the addresses of the ranks from before."""
+    """The agent's store outlives the ranks and keeps their addresses."""
     agents = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=30))
     seen = []
 
@@ -618,4 +620,4 @@ def test_ranks_that_torchrun_restarts_find_nothing_of_their_predecessors(monkeyp
     for count in ("0", "0", "1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         init_ring_process_group(0, 1)
-    assert seen == [False, True, False, False]  # the second shows that there is what to find
+    assert seen == [False, True, False, False]  # without a restart, the second finds the address

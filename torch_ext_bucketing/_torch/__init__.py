@@ -1,1 +1,1 @@
-"""Private torch APIs, one module per idea. Nothing here knows of the rest of the package."""
+"""Wrap private torch APIs, one module per idea, without importing the rest of the package."""

@@ -1,4 +1,4 @@
-"""AOTAutograd: the one place that knows how it is called, and what its partitioner leaves."""
+"""Call AOTAutograd, and read and write the marks of its partitioner."""
 
 from __future__ import annotations
 
@@ -13,38 +13,36 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import descriptors as _descriptors
 from .private import private_torch
 
-# The partitioner saves a node at the border of two checkpointed regions, which it tells apart by
-# this number; a number above all others keeps that rule away from our nodes.
+# The partitioner saves a node at the border of two checkpointed regions, which this number
+# identifies. A number above all others keeps that rule away from our nodes.
 _RECOMPUTE_REGION = 100_000
 
 
 def mark_recompute(node: fx.Node) -> None:
-    """Make the partitioner compute ``node`` again in backward rather than save it.
-
-    Of an operator of several results that might draw random numbers the results alone are marked,
-    which has the same effect. Otherwise the partitioner would save the generator's state, too, and
-    behind the meshes among the outputs, where AOTAutograd looks for tensors in vain (torch 2.13).
-    """
+    """Make the partitioner recompute ``node`` in backward instead of saving it."""
     node.meta["ac_graph_id"] = _RECOMPUTE_REGION
+    # Of a random operator with several results mark only the results. Otherwise the partitioner
+    # saves the generator's state after the meshes among the outputs, where AOTAutograd expects
+    # tensors (torch 2.13).
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if not (random and all(u.target is operator.getitem for u in node.users)):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def mark_save(node: fx.Node) -> None:
-    """Make the partitioner save ``node``, where backward reads it, rather than compute it again."""
+    """Make the partitioner save ``node``, if backward reads it, instead of recomputing it."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta.pop("ac_graph_id", None)
 
 
 def unmark_recompute(node: fx.Node) -> None:
-    """Undo what has the partitioner compute ``node`` again, be it an activation checkpoint."""
+    """Remove a recompute mark, also one of activation checkpointing."""
     if must_recompute(node):
         del node.meta["recompute"]
 
 
 def must_recompute(node: fx.Node) -> bool:
-    """Whether ``node`` is marked to be computed again in backward."""
+    """Return whether ``node`` is marked for recompute in backward."""
     return node.meta.get("recompute") in (
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,
@@ -52,24 +50,28 @@ def must_recompute(node: fx.Node) -> bool:
 
 
 def forward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes of a joint graph that the default partitioner takes to be forward's: all up to the
-    last one that tracing marked so, but for the tangents."""
+    """Return the nodes that the default partitioner assigns to a joint graph's forward.
+
+    These are all nodes up to the last one that tracing marked so, without the tangents.
+    """
     found: dict[fx.Node, None] = {}
-    behind: list[fx.Node] = []
+    pending: list[fx.Node] = []
     for node in graph.nodes:
         tangent = node.op == "placeholder" and _is_tangent(node)
         if not tangent:
-            behind.append(node)
+            pending.append(node)
         marked = node.meta.get("partitioner_tag") == "is_forward"
         if marked or (node.op == "placeholder" and not tangent):
-            found.update(dict.fromkeys(behind))
-            behind.clear()
+            found.update(dict.fromkeys(pending))
+            pending.clear()
     return found
 
 
 def recomputed_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes of a joint graph that checkpointing has computed again in backward: those marked,
-    but for what one region hands to the next (torch's ``cleanup_recompute_tags``)."""
+    """Return the nodes of a joint graph that checkpointing recomputes in backward.
+
+    Marked nodes that one region passes to the next are saved (``cleanup_recompute_tags``).
+    """
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if must_recompute(node):
@@ -81,35 +83,34 @@ def recomputed_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def stage_of(graph: fx.Graph) -> str:
-    """``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``."""
+    """Return ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``."""
     inputs = graph.find_nodes(op="placeholder")
     forward = any(n.meta.get("partitioner_tag") == "is_forward" for n in graph.nodes)
     if any(map(_is_tangent, inputs)):
-        # In a joint graph every gradient hangs on an input; a backward graph has saved values too,
-        # which are no inputs of the compiled function and carry no descriptor.
+        # A backward graph also has saved values as inputs, which carry no descriptor.
         return "joint" if forward and all("desc" in n.meta for n in inputs) else "backward"
     return "forward" if forward else "inference"
 
 
 def in_backward(node: fx.Node) -> bool:
-    """Whether a node of a joint graph is part of backward, by the mark of tracing."""
+    """Return whether tracing marked a joint graph's node as backward."""
     return bool(node.meta.get("autograd_backward", False))
 
 
 def mark_backward(nodes: Iterable[fx.Node]) -> None:
-    """Leave the mark of :func:`in_backward` on nodes."""
+    """Set the mark that :func:`in_backward` reads."""
     for node in nodes:
         node.meta["autograd_backward"] = True
 
 
 def current_backward() -> int:
-    """A number for the ``backward()`` that runs now, -1 outside of one."""
+    """Return the number of the ``backward()`` call that runs now; -1 outside of one."""
     with private_torch():
         return int(torch._C._current_graph_task_id())
 
 
 def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes of a joint graph that run in backward for sure, by tangents and marks."""
+    """Return the nodes of a joint graph that must run in backward, by tangents and marks."""
     late: dict[fx.Node, None] = {}
     for node in graph.nodes:
         marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
@@ -120,8 +121,11 @@ def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
-    """The nodes of a joint graph whose results backward reads, told by the tangents, by the marks
-    of tracing, and by what is marked to be computed again there, or will be, as ``repeated``."""
+    """Return the nodes of a joint graph whose results backward reads.
+
+    Backward's nodes are those that depend on tangents, those that tracing marked, and recomputed
+    ones: marked, or in ``repeated``.
+    """
     again = dict.fromkeys(repeated)
     late = backward_nodes(graph)
     read: dict[fx.Node, None] = {}
@@ -135,7 +139,7 @@ def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dic
 
 
 def is_saved(placeholder: fx.Node) -> bool:
-    """Whether an input of a backward graph is what forward saved for it."""
+    """Return whether an input of a backward graph is a value that forward saved."""
     return "desc" not in placeholder.meta and not _is_tangent(placeholder)
 
 
@@ -154,9 +158,14 @@ def compile_aot(
     each: Callable[[fx.GraphModule], Callable[[Callable[..., Any]], Callable[..., Any]]],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None,
 ) -> Callable[..., Any]:
-    """AOTAutograd with the default partitioner: ``joint`` runs on the joint or the inference graph,
-    and ``each`` on the forward, the backward and the inference graph, which ``compiler`` then gets
-    (None runs them as they are); what ``each`` returned makes of the result what will run."""
+    """Run AOTAutograd with the default partitioner.
+
+    Args:
+        joint: runs on the joint or the inference graph.
+        each: runs on the forward, backward and inference graphs, and returns a wrapper of the
+            compiled graph.
+        compiler: compiles these graphs; None runs them as they are.
+    """
     with private_torch():
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.debugging import boxed_nop

@@ -1,12 +1,12 @@
-"""Which input of a Dynamo graph is which parameter, and which compile it is.
+"""Map the inputs of a Dynamo graph to parameters, and identify the current compile.
 
-Two sources of truth, the better first:
+Two sources, the better first:
 
-1. a module, of which a graph input *is* a parameter, whatever part of the model is compiled: the
-   one that the caller named, else those that names are relative to (:func:`names_are_relative_to`);
-2. the *source* that Dynamo recorded on each placeholder, the Python expression that reaches the
+1. A module with a parameter that *is* a graph input: the module that the caller passed, else one
+   that :func:`names_are_relative_to` registered.
+2. The *source* that Dynamo recorded on each placeholder: the Python expression that reaches the
    tensor from the compiled frame, such as ``L['self']._modules['layers']._parameters['weight']``.
-   Its path of modules is the FQN, relative to the module whose ``forward`` was compiled.
+   Its path is the FQN relative to the module whose ``forward`` was compiled.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ _STEP = re.compile(
 )
 _ROOT = re.compile(r"""^(?:L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
 
-
-# As keys alone, for a set that is weak and ordered. The newest is last.
+# A weak and ordered set, the newest model last.
 _roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
 
 
 def names_are_relative_to(model: torch.nn.Module) -> None:
-    """Have the parameters of ``model`` known by their names in it, whatever part is compiled.
+    """Register ``model``, weakly, so that FQNs are relative to it whatever part is compiled.
 
-    For what makes orders and plans, whose names are the ones to be found. Where such models hold
-    one another, the latest comes first. ``model`` is not kept alive.
+    Of models that contain one another, the one registered last is used.
     """
     _roots.pop(model, None)
     _roots[model] = None
@@ -54,20 +52,22 @@ def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
 
 
 def model_of(parameter: Any, model: torch.nn.Module | None = None) -> torch.nn.Module | None:
-    """``model`` or the latest known one (:func:`names_are_relative_to`) with this parameter."""
+    """Return ``model``, or the model registered last, if it has this parameter; else None."""
     found = (one for one in _models(model) if any(p is parameter for p in one.parameters()))
     return next(found, None)
 
 
 def is_first_compile() -> bool:
-    """Whether the frame that Dynamo compiles now was not compiled before; True without Dynamo."""
+    """Return whether Dynamo compiles this frame for the first time; True without Dynamo."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is None or compile_id.frame_compile_id in (None, 0)
 
 
 def frame_number() -> int | None:
-    """The number of the code that Dynamo compiles now: a graph break leaves code with another one,
-    a recompile has the same. None without Dynamo."""
+    """Return the number of the frame that Dynamo compiles, or None.
+
+    A recompile has the same number, the code after a graph break another one.
+    """
     compile_id = CompileContext.current_compile_id()
     return None if compile_id is None else compile_id.frame_id
 
@@ -75,10 +75,12 @@ def frame_number() -> int | None:
 def input_fqns(
     gm: fx.GraphModule, example_inputs: Sequence[Any], model: torch.nn.Module | None = None
 ) -> dict[int, str]:
-    """FQNs of the inputs that are parameters, by position, of a graph that Dynamo hands to a
-    backend. They are relative to ``model``, or to the known one (:func:`names_are_relative_to`)
-    that has the parameter, or else to the module whose ``forward`` Dynamo traced."""
-    by_identity: dict[int, str] = {}  # only looked up: ids must not decide any order
+    """Map the indices of a Dynamo graph's parameter inputs to FQNs.
+
+    FQNs are relative to ``model``, else to a registered model that has the parameter, else to the
+    module whose ``forward`` Dynamo traced.
+    """
+    by_identity: dict[int, str] = {}  # only looked up: ids must not decide an order
     for one in _models(model):
         for name, parameter, _ in parameters_by_name(one):
             by_identity.setdefault(id(parameter), name)
@@ -96,22 +98,26 @@ def input_fqns(
 
 
 def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[torch.Tensor]]]:
-    """The inputs of the graph module that Dynamo hands to a backend that code before it computed,
-    and that need a gradient: by position the name in the code that is compiled, and the tensor."""
+    """Find a Dynamo graph's inputs that are activations with a gradient.
+
+    Maps indices to the variable's name in the compiled code and the tensor.
+    """
     found = {}
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         tensor = _grapharg_example(placeholder)
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
-            name = _name(placeholder.meta["grapharg"].source)
+            name = placeholder.meta["grapharg"].source.name
             local = re.fullmatch(r"L\['(\w+)'\]", name)
             found[index] = (local[1] if local else name, weakref.ref(tensor))
     return found
 
 
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
-    """FQNs of the parameters among the inputs of the joint graph that is being compiled now, for
-    config hooks: by the tensors that Dynamo lists, in the order in which they became inputs. Empty
-    where these are not as many as the joint graph has, each of the same shape."""
+    """Map the indices of parameter inputs of the joint graph in compilation to FQNs.
+
+    For config hooks, which see no Dynamo graph. Dynamo lists tensors in the order of the inputs.
+    Empty if their number or a shape differs from the joint graph's.
+    """
     whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -131,21 +137,20 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
 
 
 def is_compiling() -> bool:
-    """Whether a compile runs now, in which inputs of graphs have sources."""
+    """Return whether Dynamo compiles now, so that inputs of graphs have sources."""
     return TracingContext.try_get() is not None
 
 
 def traced_fqns() -> tuple[str | None, ...]:
-    """The FQNs of the tensors that Dynamo met in the compile that runs now, in its order; None for
-    what is no parameter, and nothing at all outside a compile.
+    """Return the FQN of each tensor in the current compile, in Dynamo's order.
 
-    torch 2.15 forgets them before a backward graph is compiled, which has the context of its
-    forward graph: what was found there is kept with it.
+    Other tensors than parameters have None. Empty outside of a compile.
     """
     names = tuple(source_fqn(tracked.source) for tracked in _traced_tensors())
     context = TracingContext.try_get()
     if context is None:
         return names
+    # torch 2.15 drops the tensors before it compiles the backward graph, in the same context.
     if names:
         _fqns_of_context[context] = names
     return _fqns_of_context.get(context, ())
@@ -162,38 +167,33 @@ def _traced_tensors() -> list[Any]:
     sources: dict[str, Any] = {}
     for tracked in getattr(shape_env, "tracked_fakes", None) or ():
         if isinstance(tracked.fake, torch.Tensor):
-            sources.setdefault(_name(tracked.source), tracked)
-    # Beside an input that is a view its base is listed, which is none.
+            sources.setdefault(tracked.source.name, tracked)
+    # Dynamo lists an input that is a view together with its base, which is not an input.
     for name in [n for n in sources if n.endswith("._base")]:
         if name.removesuffix("._base") in sources:
             del sources[name]
-    # The shard of a parameter is listed beside it.
+    # Dynamo lists a parameter together with its shard.
     return [t for n, t in sources.items() if not is_part(n, sources)]
 
 
 def source_fqn(source: Any) -> str | None:
-    """The FQN of a parameter's source, or None for what is no parameter of a module."""
-    path, is_parameter = _walk(_name(source))
+    """Return the FQN of a parameter's source, or None for another source."""
+    path, is_parameter = _walk(source.name)
     return canonical_fqn(path) if path is not None and is_parameter else None
 
 
-def _name(source: Any) -> str:
-    # A property since torch 2.10, a method before.
-    return source.name if isinstance(source.name, str) else str(source.name())
-
-
 def module_path(expression: str) -> str | None:
-    """The FQN of a module given as a Dynamo expression or as a plain FQN, or None."""
+    """Return the FQN of a module given as a Dynamo expression or as an FQN, or None."""
     if not _ROOT.match(expression):
         return expression if re.fullmatch(r"[\w.]*", expression) else None
-    # A module-stack entry says L['self'].layers[0] or L['self']._modules['layers']...
+    # A module stack has L['self'].layers[0] or L['self']._modules['layers']...
     if expression.startswith("G["):
         return None
     return _walk(expression)[0]
 
 
 def _walk(name: str) -> tuple[str | None, bool]:
-    """The path of modules in a Dynamo expression, and whether it ends in a parameter."""
+    """Return the path in a Dynamo expression, and whether it ends in a parameter."""
     root = _ROOT.match(name)
     if root is None:
         return None, False

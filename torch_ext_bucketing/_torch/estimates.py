@@ -1,4 +1,4 @@
-"""torch's estimates and hints: milliseconds of a collective, byte caps, symbolic sizes."""
+"""Read torch's estimates: milliseconds of a collective, byte caps, hints of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .symbols import size_with, symbol_facts
 
 
 def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
-    """A collective's milliseconds by torch's model of NCCL, for bytes in and out together."""
+    """Estimate a collective's milliseconds by torch's model of NCCL.
+
+    ``nbytes`` counts input and output.
+    """
     with private_torch():
         from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
 
@@ -22,9 +25,11 @@ def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
 
 
 def default_cap_mb(size: int) -> float:
-    """Byte cap in MiB that saturates the network of a group of ``size`` ranks by torch's bandwidth
-    profiles, within ``pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb`` of its config;
-    ``..._bucket_cap_mb`` overrides all that. In torch 2.11, its passes' default, whatever the size.
+    """Return torch's byte cap in MiB for a group of ``size`` ranks.
+
+    It saturates the network by torch's bandwidth profiles, within torch's config entries
+    ``pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb``; ``..._bucket_cap_mb`` overrides it.
+    torch 2.11 has one default for all sizes.
     """
     try:
         from torch._inductor.fx_passes.fsdp import compute_pre_bucket_cap_mb
@@ -43,7 +48,7 @@ def default_cap_mb(size: int) -> float:
 
 
 def size_hint(size: Any, context: str) -> int:
-    """A size as an integer: itself, or the hint of a symbolic one; a RuntimeError without one."""
+    """Return a size, or the hint of a symbolic one; raise RuntimeError if it has no hint."""
 
     def hinted(symbol: Any, env: Any) -> int:
         hint = symbol_facts(symbol, env)[0]

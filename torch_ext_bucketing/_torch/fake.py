@@ -1,4 +1,4 @@
-"""Fake tensors of a known layout, made without running an operator."""
+"""Make fake tensors with a known layout without running an operator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ fake_mode = FakeTensorMode
 
 
 def fake_mode_of(value: torch.Tensor) -> Any:
-    """The mode of a fake tensor; None for any other tensor."""
+    """Return the mode of a fake tensor; None for another tensor."""
     return value.fake_mode if isinstance(value, FakeTensor) else None
 
 
@@ -31,8 +31,10 @@ def fake_tensor(
     base: torch.Tensor | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    """A fake tensor of a ``FakeTensorMode``, a tenth as dear as an operator that would give it:
-    ``offset`` elements behind the storage of the fake tensor ``base``, or in one of its own."""
+    """Make a fake tensor in a tenth of the time of running an operator.
+
+    It starts ``offset`` elements into the storage of ``base``, or has a storage of its own.
+    """
     with torch.no_grad(), _disable_current_modes():
         if base is None:
             storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device="meta")

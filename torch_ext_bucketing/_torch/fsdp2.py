@@ -1,4 +1,4 @@
-"""What eager FSDP2 made of a model: the one place that knows FSDP2's private names.
+"""Read the param groups that eager FSDP2 made of a model.
 
 Versions (``torch/distributed/fsdp/_fully_shard``):
 
@@ -32,8 +32,8 @@ with private_torch():
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-# Whether this torch packs reduce-scatters by gradient dtype (2.15 and later); reduces a gradient
-# that is wider than its parameter as it is (2.15); looks for inputs in dataclasses, too (2.12).
+# Whether this torch packs reduce-scatters by gradient dtype (since 2.15), keeps the dtype of a
+# gradient that is wider than its parameter (2.15), and finds inputs in dataclasses (2.12).
 REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
 KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
 WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
@@ -41,9 +41,15 @@ WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One payload of eager FSDP2: FQNs of the modules of the ``fully_shard`` call, in its order,
-    and of the parameters in the orders of all-gather and reduce-scatter; (other name, name) of
-    shared ones; what identifies each before sharding, in all groups (None before torch 2.13)."""
+    """One payload of eager FSDP2.
+
+    Attributes:
+        modules: FQNs of the modules of the ``fully_shard`` call, in its order.
+        params: FQNs of the parameters in all-gather order; ``reduce_params`` in reduce-scatter
+            order.
+        aliases: (other name, name) of shared parameters.
+        origins: identity of each parameter before sharding; None before torch 2.13.
+    """
 
     modules: tuple[str, ...]
     params: tuple[str, ...]
@@ -53,21 +59,25 @@ class ParamGroup:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on ``model`` or a module in it."""
+    """Return whether ``fully_shard`` was called on ``model`` or a module in it."""
     return bool(_states_in(model))
 
 
 def _states_in(model: nn.Module) -> list[FSDPState]:
-    """The FSDP2 states of a model's modules, each once."""
+    """Return the FSDP2 states of a model's modules, each once."""
     with private_torch():
         found = dict.fromkeys(map(_composable_state._get_module_state, model.modules()))
     return [state for state in found if isinstance(state, FSDPState)]
 
 
 def read_param_groups(model: nn.Module) -> list[ParamGroup]:
-    """The param groups of all FSDP2 states in ``model``, to which names are relative, in the order
-    of the ``fully_shard`` calls; before and after FSDP2's lazy initialization, sharded or not. A
-    ValueError where nothing is wrapped, or a unit reaches outside of ``model``."""
+    """Read a model's param groups in the order of the ``fully_shard`` calls.
+
+    Works before and after FSDP2's lazy initialization. FQNs are relative to ``model``.
+
+    Raises:
+        ValueError: nothing is wrapped, or a unit has a parameter outside of ``model``.
+    """
     states = _states_in(model)
     if not states:
         raise ValueError(
@@ -93,7 +103,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
 
 
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
-    """``params``, by the dtypes of their gradients, in the order in which torch packs these."""
+    """Sort ``params`` as torch packs the reduce-scatter: by gradient dtype since 2.15."""
     if not REDUCES_BY_GRAD_DTYPE:
         return tuple(params)
     met = list(dict.fromkeys(grad_dtypes))
@@ -102,14 +112,14 @@ def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tupl
 
 
 def grad_dtype(parameter: nn.Parameter) -> Hashable:
-    """What FSDP2 would have for a parameter as ``FSDPParam.sharded_grad_dtype``."""
+    """Return the ``FSDPParam.sharded_grad_dtype`` that FSDP2 would set for a parameter."""
     if getattr(parameter, "_has_grad_dtype_override", False):
         return parameter.grad_dtype
     return parameter.dtype
 
 
 def _grad_dtype(fsdp_param: Any) -> Hashable:
-    # ``sharded_grad_dtype`` is only final after lazy initialization; without an override it becomes
+    # ``sharded_grad_dtype`` is final only after lazy initialization. Without an override it becomes
     # the dtype of the sharded parameter (``FSDPParam.init_dtype_attrs``).
     if getattr(fsdp_param, "_has_sharded_grad_dtype_override", False):
         return fsdp_param.sharded_grad_dtype
@@ -117,8 +127,8 @@ def _grad_dtype(fsdp_param: Any) -> Hashable:
 
 
 def _groups_of(states: list[FSDPState]) -> list[Any]:
-    """The param groups of states, in the order of the ``fully_shard`` calls: a state does not
-    record when it was made, but the table of states is filled by the calls, in their order."""
+    """Return the param groups of states in the order of the ``fully_shard`` calls."""
+    # A state does not record when it was made, but the calls fill this table in their order.
     made = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
     groups: list[Any] = []
     for state in [state for state in made if state in states]:
@@ -130,7 +140,7 @@ def _groups_of(states: list[FSDPState]) -> list[Any]:
 
 
 def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:
-    """All canonical FQNs of a ``FSDPParam``, the one of ``model.named_parameters()`` first."""
+    """Return all FQNs of an ``FSDPParam``, the one of ``model.named_parameters()`` first."""
     info = fsdp_param._module_info
     found = names.get(info.module._parameters.get(info.param_name), ())
     if not found:

@@ -1,4 +1,4 @@
-"""The base class of passes that Inductor takes."""
+"""Import the base class of Inductor's custom graph passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inductor: the one place that knows how it is called and configured."""
+"""Configure and call Inductor."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
 
 
 def check_passes_run_here() -> None:
-    """Raise a RuntimeError where Inductor is set to run graph passes in another process: nothing,
-    or something else than was asked for, would be bucketed there, and nobody told."""
+    """Raise RuntimeError if Inductor runs graph passes in another process.
+
+    Our passes would silently not run there.
+    """
     compile_fx = sys.modules.get("torch._inductor.compile_fx")
     if getattr(getattr(compile_fx, "fx_compile_mode", None), "name", None) == "SUBPROCESS":
         raise RuntimeError(
-            "TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS runs graph passes in a process to which "
-            "torch sends neither custom passes nor hooks that are callables, so collectives would "
-            "not be bucketed as set; unset it. (Processes that compile kernels are another matter: "
-            "torch._inductor.config.worker_start_method.)"
+            "TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS runs graph passes in a process that gets "
+            "neither custom passes nor callable hooks, so collectives would not be bucketed; unset "
+            "it. (torch._inductor.config.worker_start_method, of processes that compile kernels, "
+            "may stay.)"
         )
 
 
@@ -44,18 +46,14 @@ def compile_inductor(
     prefetch: int | None = None,
     meshes: Sequence[Any] = (),
 ) -> Callable[..., Any]:
-    """Inductor, with the two hooks appended to those that the user has set.
+    """Call Inductor, with our hooks appended to those that the user has set.
 
-    ``options`` and ``mode`` are those of ``torch.compile``. The config is patched for this compile
-    only; ``compile_fx`` patches it again around the backward graph, which is compiled later.
-
-    - ``allow_buffer_reuse=False``, as a precaution: ``_WaitKernel.get_volatile_reads`` keeps the
-      input of an out-of-place collective alive until its wait, and no reuse before a wait was seen
-      on CPU where start and wait are adjacent. Starts far from their waits were not examined.
-    - ``cacheable``: functions by name that AOTAutograd caches calls of, and their digests.
-    - torch's own bucketing is off: it would merge our buckets with each other.
-    - ``meshes``: see :func:`.watched_caches`.
-    - ``max_compute_pre_fetch=prefetch`` under torch's overlap scheduling without a depth given.
+    Args:
+        joint: runs on the joint graph; ``post_grad`` on the forward and backward graphs.
+        options: options of ``torch.compile``, and its ``mode``.
+        cacheable: names of functions whose calls AOTAutograd may cache, with their digests.
+        prefetch: depth of torch's overlap scheduling, if it is on and has no depth.
+        meshes: see :func:`.watched_caches`.
     """
     with private_torch():
         from torch._inductor import config
@@ -63,11 +61,12 @@ def compile_inductor(
 
     check_passes_run_here()
     options = {**mode_options(mode), **(options or {})}
+    # For this compile only. compile_fx patches again around the backward graph's, which is later.
     patches = {
         **options,
         "joint_custom_post_pass": _in_turn(config.joint_custom_post_pass, joint),
         "post_grad_custom_post_pass": _in_turn(config.post_grad_custom_post_pass, post_grad),
-        "allow_buffer_reuse": False,
+        # torch's own bucketing would merge our buckets with each other.
         "bucket_all_gathers_fx": "none",
         "bucket_reduce_scatters_fx": "none",
         "bucket_all_reduces_fx": "none",
@@ -95,7 +94,7 @@ def compile_inductor(
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Inductor's options for a ``mode`` of ``torch.compile``, or torch's RuntimeError."""
+    """Return Inductor's options for a ``mode`` of ``torch.compile``."""
     with private_torch():
         from torch._inductor import list_mode_options
 
@@ -103,7 +102,7 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _in_turn(given: Any, ours: CustomGraphPass) -> Any:
-    """A config value that runs the passes that the user has set, then ours."""
+    """Return a config value that runs the passes that the user has set, then ours."""
     try:
         from torch._inductor.custom_graph_pass import get_custom_graph_passes
     except ImportError:  # torch 2.11 takes one pass
@@ -112,7 +111,7 @@ def _in_turn(given: Any, ours: CustomGraphPass) -> Any:
 
 
 class _InTurn(CustomGraphPass):
-    """Two passes as one. Without a uuid where one has none, so that nothing is cached then."""
+    """Join two passes into one, without a uuid if one has none, which disables caching."""
 
     def __init__(self, first: Callable[[fx.Graph], None], second: CustomGraphPass) -> None:
         self.passes = (first, second)

@@ -1,4 +1,4 @@
-"""What Inductor makes of this package's operators."""
+"""Lower this package's operators in Inductor."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import torch
 
 from .private import private_torch
 
-_MOST = 64  # parts that one kernel adds
+_MOST = 64  # ranks' parts in one kernel: a kernel for 512 ranks took a minute to compile
 
 
 def lower_sum(target: Any) -> None:
-    """Have Inductor, where it is in use, make one kernel of a sum in rank order.
+    """Lower a sum in rank order to one Inductor kernel per 64 ranks.
 
-    The kernel reads each rank's part once, adds in the order of the ranks in registers and writes
-    the sum; what reads the sum element by element becomes part of it. Of more than 64 ranks there
-    is a kernel for each 64, which goes on with the sum of those before: one of 512 took a minute to
-    compile. Elsewhere, and where this was not called, the operator itself runs.
+    A kernel reads each rank's part once, adds in rank order in registers and writes the sum. Later
+    kernels continue with the sum of the ranks before. Does nothing unless Inductor is in use.
     """
     if "torch._inductor.compile_fx" not in sys.modules:
         return
@@ -38,7 +36,7 @@ def lower_sum(target: Any) -> None:
         part = received.get_numel() // ranks
 
         def added(load_before: Any, some: range) -> Any:
-            """A loader of the sum of some ranks' parts, and of those before."""
+            """Make a loader of the sum of some ranks' parts and of the ranks before."""
 
             def inner(index: Any) -> Any:
                 (i,) = index
@@ -71,7 +69,7 @@ def lower_sum(target: Any) -> None:
                 load_before = total.make_loader()
         if dtype.itemsize > 2:
             return total
-        # Inductor leaves out a rounding to 16 bits where the same kernel goes on with the value.
-        # Before bits can be seen as an integer they must have been rounded.
+        # Inductor skips the rounding to 16 bits if the same kernel reads the value. Viewing the
+        # bits as an integer forces it.
         view = lowerings[torch.ops.aten.view.dtype]
         return view(view(total, torch.int16), dtype)

@@ -1,4 +1,4 @@
-"""What of torch is private may be gone in the next one: say so where it is used."""
+"""Report private torch APIs that this torch lacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from ..errors import UnknownTorchError
 
 @contextlib.contextmanager
 def private_torch() -> Iterator[None]:
-    """Around every import and use of what torch does not promise to keep: an
-    :class:`UnknownTorchError` where it is not there."""
+    """Raise :class:`UnknownTorchError` if a private name of torch is missing in the block."""
     try:
         yield
     except (ImportError, AttributeError) as error:
         raise UnknownTorchError(
-            f"torch {torch.__version__} has not all that torch_ext_bucketing calls: {error}. "
-            "Take a torch from 2.11 to 2.15, or a torch_ext_bucketing that knows this one"
+            f"torch {torch.__version__} lacks a name that torch_ext_bucketing uses: {error}. "
+            "Use a torch from 2.11 to 2.15, or a torch_ext_bucketing that supports this one"
         ) from error

@@ -1,5 +1,4 @@
-"""Parameters as sharding leaves them, tensor subclasses: the one place that knows their class,
-``DTensor``, and of what plain tensors one is made."""
+"""Read sharded parameters, which are ``DTensor``, and the plain tensors in a tensor subclass."""
 
 from __future__ import annotations
 
@@ -18,38 +17,38 @@ _SHARD = "_local_tensor"
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether a parameter is sharded or replicated over a mesh."""
+    """Return whether a parameter is sharded or replicated over a mesh."""
     return isinstance(tensor, DTensor)
 
 
 def mesh_of(value: Any) -> Any:
-    """The mesh that a parameter is distributed over; None for anything else."""
+    """Return the mesh that a parameter is distributed over, or None."""
     return value.device_mesh if isinstance(value, DTensor) else None
 
 
 def placed(tensor: Any) -> tuple[bool, bool]:
-    """Whether a distributed parameter is sharded, and whether it is replicated outermost.
+    """Return whether a distributed parameter is sharded, and whether it has replicas.
 
-    Replicas come first in a mesh: what is replicated further inside is tensor parallelism's. And
-    strided shards (data parallelism on top of tensor parallelism) are no ``Shard`` to every torch.
+    Replicas are a mesh's first dimension. Inner replication belongs to tensor parallelism.
     """
     placements = tensor.placements
+    # Not is_shard(): a strided shard (FSDP over tensor parallelism) is not a Shard in every torch.
     return not all(p.is_replicate() for p in placements), placements[0].is_replicate()
 
 
 def shard_of(tensor: Any) -> torch.Tensor:
-    """The plain tensor that this rank has of a parameter; a plain parameter itself."""
+    """Return this rank's shard of a parameter; a plain parameter itself."""
     local: torch.Tensor = getattr(tensor, _SHARD, tensor)
     return local
 
 
 def is_part(source: str, sources: Collection[str]) -> bool:
-    """Whether Dynamo's name for a tensor is that of the shard of another one among ``sources``."""
+    """Return whether a Dynamo source names the shard of another tensor in ``sources``."""
     return source.rpartition(f".{_SHARD}")[0] in sources
 
 
 def name_per_tensor(name: str, tensor: Any) -> list[str | None]:
-    """The name for a parameter's shard, and None for each further tensor that it is made of."""
+    """Return a parameter's name for its first plain tensor, and None for each other one."""
     if not is_traceable_wrapper_subclass(tensor):
         return [name]
     attributes, _ = tensor.__tensor_flatten__()
@@ -58,14 +57,14 @@ def name_per_tensor(name: str, tensor: Any) -> list[str | None]:
 
 
 def parts_of(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that a tensor is made of."""
+    """Return the plain tensors that a tensor consists of."""
     found: list[torch.Tensor] = []
     map_parts(tensor, lambda part: found.append(part) or part)  # type: ignore[func-returns-value]
     return found
 
 
 def map_parts(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A tensor of what ``function`` makes of the plain tensors that ``tensor`` is made of."""
+    """Rebuild a tensor after applying ``function`` to the plain tensors that it consists of."""
     if not is_traceable_wrapper_subclass(tensor):
         return function(tensor)
     names, context = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""The order of a graph's nodes: torch's topological sort, and Inductor's control dependencies."""
+"""Order a graph's nodes: torch's topological sort, and Inductor's control dependencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ with private_torch():
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Move every node behind its inputs, leaving the order alone where it is legal."""
+    """Move nodes after their inputs, and keep the order where it is valid."""
     with private_torch():
         from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -21,8 +21,10 @@ def sort_topologically(graph: fx.Graph) -> None:
 
 
 def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Let Inductor run each node after those that ``before`` has for it, which come before it in
-    the graph already. Wrapped nodes become submodules of the graph's ``GraphModule``."""
+    """Make Inductor run each node after its nodes in ``before``, which precede it in the graph.
+
+    Wrapped nodes become submodules of the graph's ``GraphModule``.
+    """
     with private_torch():
         from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 

@@ -1,4 +1,4 @@
-"""Symbolic sizes: what a ``ShapeEnv`` knows of one, without asking it for a guard."""
+"""Read symbolic sizes from their ``ShapeEnv`` without adding a guard."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def _expression(size: torch.SymInt) -> tuple[Any, Any]:
-    """The size as an expression of symbols of which nothing is known yet, and its ``ShapeEnv``."""
+    """Return a size as an expression of its unbacked symbols, and its ``ShapeEnv``."""
     node = size.node
     env = node.shape_env
     expression = sympy.sympify(node.expr)
     if env is not None:
-        # A replacement may hold symbols that are replaced themselves.
+        # A replacement may contain symbols that have replacements.
         for _ in range(len(env.replacements) + 1):
             replaced = expression.xreplace(env.replacements)
             if replaced == expression:
@@ -28,13 +28,19 @@ def _expression(size: torch.SymInt) -> tuple[Any, Any]:
 
 
 def depends_on_data(size: Any) -> bool:
-    """Whether a size is known only when the graph runs."""
+    """Return whether a size is known only when the graph runs."""
     return isinstance(size, torch.SymInt) and bool(_expression(size)[0].free_symbols)
 
 
 def size_with(size: Any, number_of: Callable[[Any, Any], int]) -> int:
-    """An ``int`` or a ``SymInt`` as a number: ``number_of`` gets each symbol that depends on data,
-    and its ``ShapeEnv``. An ArithmeticError where that gives no finite value."""
+    """Evaluate an ``int`` or a ``SymInt`` with a number for each unbacked symbol.
+
+    Args:
+        number_of: called with symbol and ``ShapeEnv``.
+
+    Raises:
+        ArithmeticError: the value is not finite.
+    """
     if isinstance(size, int):
         return size
     expression, env = _expression(size)
@@ -46,20 +52,20 @@ def size_with(size: Any, number_of: Callable[[Any, Any], int]) -> int:
 
 
 def symbol_facts(symbol: Any, env: Any) -> tuple[int | None, int, int | None]:
-    """The hint that torch was given (``mark_unbacked``), the least and the largest value."""
+    """Return a symbol's hint (``mark_unbacked``), its least and its largest value."""
     if env is None:
         return None, 0, None
     hint = env.var_to_hint_override.get(symbol)
     bounds = env.var_to_range.get(symbol)
     if bounds is None:
         return hint, 0, None
-    # Torch's bound of a size that has none is the largest that an index may be.
+    # Without a bound, torch has the largest index.
     lower, upper = (int(b) if b.is_Integer else None for b in (bounds.lower, bounds.upper))
     return hint, max(0, lower or 0), None if upper is None or upper >= 2**62 else upper
 
 
 def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be equal, without asking: written alike."""
+    """Return whether two shapes are equal expressions, without adding a guard."""
 
     def written(shape: Sequence[Any]) -> list[Any]:
         return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]

@@ -1,4 +1,4 @@
-"""TORCH_TRACE: artifacts that tlparse shows, beside those of torch itself."""
+"""Write artifacts for TORCH_TRACE, which tlparse shows with those of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ with private_torch():
 
 
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
-    """Write an artifact; where nothing is traced, ``payload`` is not called."""
+    """Write an artifact. Without a trace, ``payload`` is not called."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": encoding},
@@ -23,6 +23,6 @@ def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "strin
 
 
 def readable(graph: fx.Graph) -> str:
-    """A graph as code with dtypes, shapes, strides and devices, as Inductor's artifacts show it."""
+    """Format a graph as code with dtypes, shapes, strides and devices, as Inductor does."""
     code = graph.python_code("self", verbose=True, include_stride=True, include_device=True)
     return code.src.lstrip("\n")

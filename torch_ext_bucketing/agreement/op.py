@@ -41,7 +41,7 @@ _AGREE = torch.ops.torch_ext_bucketing.agree.default
 
 
 def insert(graph: fx.Graph, launches: GraphLaunches, timeout: timedelta | None) -> fx.Node | None:
-    """Insert the operator before a graph's first collective; None if there is no collective."""
+    """Insert the operator before a graph's first collective; return None without one."""
     first = next((n for n in graph.nodes if collective_group(n) is not None), None)
     if first is None or not launches.groups:
         return None

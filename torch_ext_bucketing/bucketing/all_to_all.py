@@ -1,8 +1,8 @@
-"""Reductions whose bits no bucket changes: an all-to-all, and a sum over the ranks in their order.
+"""Replace reductions by all-to-alls and sums in rank order, whose bits do not depend on buckets.
 
-A ring adds an element's contributions in an order that depends on where the element lies in the
-buffer, and rounds each partial sum to the wire's dtype. Here every rank gets all contributions to
-its own part and adds them itself. Of the packed buffer ``g`` of n ranks::
+A ring adds an element's contributions in an order that depends on the element's offset in the
+buffer, and rounds each partial sum to the wire's dtype. Here every rank receives all contributions
+to its own part and adds them itself. For n ranks with a packed buffer ``g`` each::
 
     before    g [n * k] ----------> reduce_scatter avg -> wait ------------------------> [k]
 
@@ -16,9 +16,9 @@ its own part and adds them itself. Of the packed buffer ``g`` of n ranks::
     after     g [m] --------------> all_gather -> wait -> sum in rank order -----------> [m]
     (n = 2)
 
-The sum is a chain of additions, not a ``sum`` over a dimension, whose order is up to the kernel. It
-is one operator (:func:`.sum_in_rank_order`), so that a graph is as large for 512 ranks as for 2,
-and for Inductor one kernel that reads the buffer once (:mod:`._torch.lowering`).
+The sum is a chain of additions: a kernel may choose the order of a ``sum`` over a dimension. The
+chain is one operator (:func:`.sum_in_rank_order`), so the size of a graph does not depend on the
+number of ranks, and Inductor makes one kernel of it (:mod:`._torch.lowering`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ _c10d = torch.ops._c10d_functional
 
 
 def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
-    """Replace the reductions of a tagged graph that add up gradients, with sums in this dtype."""
+    """Replace the gradient reductions of a tagged graph, with sums in the dtype ``accumulate``."""
     for c in GraphAnalysis(graph).gradient_sums.values():
         _replace(graph, c, accumulate)
 
 
 def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
-    """Replace a reduction. Its start becomes that of the all-to-all or the gather, under the same
-    name, by which reports know it; the sum stands behind its wait."""
+    """Replace one reduction.
+
+    Its start becomes the start of the all-to-all or gather and keeps its name, which reports use.
+    The sum stands after its wait.
+    """
     start, wait, kind, ranks = c.start, c.wait, c.kind, c.ranks
     readers = list(wait.users)
     average, group = c.reduce_op == "avg", argument(start, "group_name")

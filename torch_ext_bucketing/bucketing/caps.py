@@ -1,18 +1,19 @@
-"""Buckets by size: as few collectives as a byte cap allows.
+"""Plan as few buckets as a byte cap allows.
 
-Kinds, groups and dtypes are planned one after the other, on one contraction: no two buckets form a
-cycle together. Per bucket key, members are taken in the order of their waits, which is the order in
-which their results are needed, and one bucket is open at a time. It is closed
+All bucket keys share one contraction, so no two buckets form a cycle. The planner takes the members
+of a bucket key in the order of their waits, since their results are needed in that order, and
+closes the open bucket
 
 - by ``"bytes"``: the next member would exceed the cap;
-- by the ``"run"``: a reduce-scatter would leave too many compute nodes behind the one before;
-- by a ``"dependency"``: it needs the bucket or is needed by it, directly or by way of buckets
-  planned before, or a write to a tensor stands between them;
-- by the ``"end"``: there is no next member.
+- by the ``"run"``: a reduce-scatter would wait for too many compute nodes after the previous
+  bucket;
+- by a ``"dependency"``: the next member needs the bucket, or the bucket needs it, directly or
+  through other buckets, or a write to a tensor stands between them;
+- by the ``"end"``: no member is left.
 
-The next member then starts a bucket. torch's greedy bucketing with ``bucket_non_adjacent`` set (see
-``torch_patches``) gives the same buckets for the same settings, but takes every write for a barrier
-and does not look at members that are buckets already.
+The next member then opens a bucket. torch's greedy bucketing with ``bucket_non_adjacent`` set (see
+``torch_patches``) gives the same buckets for the same settings, except that every write is a
+barrier and members that are buckets already are skipped.
 """
 
 from __future__ import annotations
@@ -48,29 +49,28 @@ _ALL = 2**63  # bytes: more than any bucket has
 
 @dataclass(frozen=True)
 class ByCap:
-    """Buckets filled in wait order up to a byte cap.
+    """Fill buckets in wait order up to a byte cap.
 
     Args:
-        cap_mb: in MiB, counted as the larger of a member's input and output: a number, a tuple of
-            one per bucket of a bucket key (the last one holds for all further), a callable of the
-            bucket's index (0, 1, ...), or any per process group name, or per group name and kind.
-            None, and what the mapping lacks: what saturates the network of a group of that size, by
-            torch's own estimate. A member above the cap is a bucket of its own.
-        kinds: what is bucketed; others are left alone and not reported one by one.
-        eligible: ``"tag"``: collectives with a tag, those that serve parameters. ``"structure"``:
-            those that torch takes for FSDP's by their place. Or a callable of the start.
-        groups: the process groups whose collectives are bucketed; see :data:`.Groups`. A gather in
-            a smaller group (``ReshardAfterForward(to=...)``) counts for the group of the
-            parameter's shards.
-        max_compute_run: bound on the compute nodes (see :func:`.is_compute`), in graph order, that
-            a bucket of reduce-scatters has to wait for after the one before of its bucket key; see
+        cap_mb: cap in MiB on the sum, over members, of the larger of input and output: a number; a
+            tuple with one number per bucket of a bucket key, the last one for all further buckets;
+            a callable of the bucket's index (0, 1, ...); or a mapping to these from process group
+            names, or from pairs of group name and kind. None, or a missing entry: the size that
+            saturates the group's network by torch's estimate. A member above the cap stays alone.
+        kinds: kinds to bucket; others are not reported one by one.
+        eligible: ``"tag"``: collectives with a tag, which serve parameters. ``"structure"``: the
+            starts that :func:`fsdp_starts` finds. Or a callable of the start node.
+        groups: process groups to bucket, see :data:`.Groups`. A gather in a smaller group
+            (``ReshardAfterForward(to=...)``) counts for the group that shards the parameter.
+        max_compute_run: most compute nodes (see :func:`.is_compute`), in graph order, that a bucket
+            of reduce-scatters waits for after the previous bucket of its bucket key; see
             :class:`.MaxComputeRun`.
         non_adjacent: False merges only members whose waits follow each other among the eligible
-            waits of one kind; the bucket index then starts at 0 at each such run.
+            waits of one kind; the bucket index restarts at 0 at each such run.
 
     Raises:
-        TypeError: ``groups`` is no list of names.
-        ValueError: an unknown kind or ``eligible``, a cap that is no positive number, or a run
+        TypeError: ``groups`` is not a list of names.
+        ValueError: an unknown kind or ``eligible``, a cap that is not a positive number, or a run
             below 1.
     """
 
@@ -97,7 +97,7 @@ class ByCap:
         check_caps(self.cap_mb)
 
     def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
-        """Plan a graph, which is only read; ``buckets`` and ``unmerged`` say why they were closed.
+        """Plan a graph; ``buckets`` and ``unmerged`` give the reasons why buckets were closed.
 
         Raises:
             ValueError: the graph is not in topological order, or a cap callable gave no positive
@@ -113,11 +113,11 @@ class ByCap:
 
 
 class CapPlanner:
-    """Plans one graph, which is read once, under several caps.
+    """Plan one graph under several caps, reading it once.
 
     Args:
-        options: all but the caps and the bound on runs count. Whoever gives ``eligible`` of a user
-            guards it (:func:`.reading_only`).
+        options: caps and ``max_compute_run`` are ignored. Callers guard a user's ``eligible`` with
+            :func:`.reading_only`.
     """
 
     def __init__(self, graph: fx.Graph | GraphAnalysis, options: ByCap) -> None:
@@ -126,7 +126,7 @@ class CapPlanner:
         self._non_adjacent = options.non_adjacent
         mergeable, self._left, counts = _candidates(analysis, options.kinds, options.eligible)
         chosen = chosen_groups(options.groups, counts)
-        # The groups to plan together, scope after scope.
+        # Groups in one scope are planned together, scopes one after the other.
         self._scopes = [chosen] if options.groups is None else [(group,) for group in chosen]
         self._left += [
             left_alone(c, f"its process group {c.home} is not one of groups=")
@@ -139,7 +139,7 @@ class CapPlanner:
         )
 
     def plan(self, cap_mb: CapMb = None, max_compute_run: int | None = None) -> MergePlan:
-        """The plan under one cap and one bound on runs."""
+        """Plan with one cap and one bound on compute runs."""
         self._contracted.reset()
         reached = {} if max_compute_run is None else self.analysis.compute_before
         planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
@@ -155,9 +155,11 @@ class CapPlanner:
         )
 
     def moves(self, plan: MergePlan) -> list[Iterator[dict[tuple[str, str], tuple[float, ...]]]]:
-        """For each bucket of a plan the caps, by process group and kind and for each bucket, with
-        which it has a member more or less than its neighbour behind, is cut in two, or joined to
-        that."""
+        """Return, for each bucket of a plan, the caps of plans that change this bucket.
+
+        The bucket takes a member from the next one, hands one over, is cut in two, or is joined to
+        the next one. Caps are by process group and kind, one for each bucket.
+        """
         sizes = self._sizes(plan)
 
         def caps_of(name: tuple[str, str], at: int) -> Iterator[dict[Any, tuple[float, ...]]]:
@@ -168,9 +170,11 @@ class CapPlanner:
         return [caps_of(name, at) for name, mine in sizes.items() for at in range(len(mine))]
 
     def _sizes(self, plan: MergePlan) -> dict[tuple[str, str], list[list[int]]]:
-        """By process group and kind, the bytes of each bucket's members, in the order in which
-        they were filled, unmerged ones as buckets of their own. Where a group has several bucket
-        keys of one kind, it is left out."""
+        """Map process group and kind to the bytes of each bucket's members, in fill order.
+
+        Unmerged members count as buckets. Groups with several bucket keys of a kind are left out:
+        caps do not distinguish these.
+        """
         number = {m: i for i, bucket in enumerate(plan.buckets) for m in bucket.members}
         runs = _runs(self._in_wait_order, non_adjacent=True)
         keys = Counter[tuple[str, str]]((run[0].group, run[0].kind) for run in runs)
@@ -184,8 +188,7 @@ class CapPlanner:
 
 
 def _moves(buckets: list[list[int]], at: int) -> Iterator[list[list[int]]]:
-    """Bucket ``at`` with a member more or less than its neighbour behind, cut in two, or joined to
-    that."""
+    """Change bucket ``at``: take or hand over a member, cut in two, or join to the next bucket."""
     before, mine, behind = buckets[:at], buckets[at], buckets[at + 1 :]
     if behind and len(behind[0]) > 1:
         yield [*before, [*mine, behind[0][0]], behind[0][1:], *behind[1:]]
@@ -201,7 +204,7 @@ def _moves(buckets: list[list[int]], at: int) -> Iterator[list[list[int]]]:
 def _candidates(
     analysis: GraphAnalysis, kinds: Collection[Kind], eligible: Eligible
 ) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
-    """What may be merged, what may not, and numbers of what is eligible by group and kind."""
+    """Return the mergeable collectives, the others, and counts of eligible ones by group."""
     mergeable: list[Collective] = []
     left: list[LeftAlone] = []
     counts: dict[str, dict[str, int]] = {}
@@ -212,7 +215,7 @@ def _candidates(
     elif eligible == "structure":
         ours = fsdp_starts(analysis)
         is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
-        otherwise = "it is no collective of FSDP by its place in the graph"
+        otherwise = "its place in the graph is not that of an FSDP collective"
     else:
         is_eligible, otherwise = (lambda c: eligible(c.start)), "it is not eligible"
 
@@ -224,7 +227,7 @@ def _candidates(
         except Exception as error:
             raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
         if wanted:
-            # A bucket counts as its members, so that planning again comes out the same.
+            # A bucket counts as its members, so that planning twice gives the same plan.
             counts.setdefault(c.home, dict.fromkeys(KINDS, 0))[c.kind] += c.count
         if c.kind not in kinds:
             continue
@@ -238,15 +241,16 @@ def _candidates(
 
 
 def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
-    """The starts that torch takes for FSDP's by their place in the graph, in graph order.
+    """Find the starts that torch takes for FSDP's by their place in the graph, in graph order.
 
-    A gather that derives from exactly one placeholder (``is_fsdp_all_gather``), a reduce-scatter
-    whose result reaches nothing but outputs, by operators of one input
-    (``is_fsdp_reduce_scatter_wait``), and an all-reduce on the group of such a gather
-    (``bucket_fsdp_all_reduce``): here by one walk each way, in torch by one per collective.
+    An all-gather counts if exactly one placeholder leads to it (torch's ``is_fsdp_all_gather``), a
+    reduce-scatter if its result reaches only outputs through operators of one input
+    (``is_fsdp_reduce_scatter_wait``), and an all-reduce if such a gather is on its group
+    (``bucket_fsdp_all_reduce``).
     """
+    # One walk each way; torch walks once per collective.
     nodes = analysis.nodes
-    sources: dict[fx.Node, list[fx.Node]] = {}  # the placeholders behind a node, two at most
+    sources: dict[fx.Node, list[fx.Node]] = {}  # placeholders that lead to a node, two at most
     for node in nodes:
         found = dict.fromkeys(s for arg in node.all_input_nodes for s in sources[arg])
         sources[node] = [node] if node.op == "placeholder" else list(found)[:2]
@@ -270,7 +274,7 @@ def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
 
 
 def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective]]:
-    """Members of one bucket key each, in wait order."""
+    """Split members into runs of one bucket key, in wait order."""
     if not non_adjacent:
         return [list(run) for _, run in itertools.groupby(members, lambda c: c.key)]
     runs: dict[Any, list[Collective]] = {}
@@ -290,11 +294,11 @@ class _Planner:
     default_cap: Callable[[int], float] = field(default_factory=lambda: cache(default_cap_mb))
 
     def fill(self, candidates: list[Collective]) -> None:
-        """Plan the buckets of one key."""
+        """Plan the buckets of one bucket key."""
         cap_of = self._cap_of(candidates[0])
         index, cap = 0, cap_of(0)
         members: list[Collective] = []
-        filled = self._reached = 0  # compute nodes before the last member of the bucket before
+        filled = self._reached = 0  # compute nodes up to the previous bucket's last member
         for c in candidates:
             if members:
                 closed_by, detail = self._closed_by(c, filled, cap)
@@ -361,7 +365,7 @@ class _Planner:
 
 
 def check_caps(cap_mb: CapMb) -> None:
-    """Raise a ValueError unless the caps of :class:`ByCap` are positive numbers or callables."""
+    """Raise a ValueError unless all numbers in ``cap_mb`` of :class:`ByCap` are positive."""
     caps: dict[Any, Any] = dict(cap_mb) if isinstance(cap_mb, Mapping) else {"": cap_mb}
     for group, cap in caps.items():
         if cap is not None and not callable(cap):

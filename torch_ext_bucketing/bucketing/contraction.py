@@ -1,24 +1,21 @@
-"""Which collectives may become one, in the graph as contracted by the buckets planned before.
+"""Check which collectives can merge, on the graph contracted by the buckets planned so far.
 
-Buckets can be free of dependencies each and form a cycle together::
+Two buckets whose members are independent can form a cycle together::
 
     a1 --> b1        {a1, a2} and {b1, b2} are independent each,
                      but as buckets A and B:   A --> B --> A
     b2 --> a2
 
-Only starts matter for that. One pass over the nodes projects the graph onto them: each start gets
-the set of starts that it needs, as a Python integer with one bit per start. A node's set is dropped
-at its last use, and equal sets are one object: what is kept grows with the starts, not the nodes.
+One pass over the nodes projects reachability onto starts: each start gets the set of starts that it
+needs, as a Python integer with one bit per start.
 
-Writes are barriers. An operator that writes to a tensor that others read without getting it from
-that operator (``copy_`` on an input) is not ordered against them by the graph's edges but by the
-nodes' positions alone, and merging moves nodes::
+Some writes are barriers. If an operator writes to a tensor that others read directly (``copy_`` on
+an input), only positions order it against these readers, and merging moves nodes::
 
     g1 = ag(p) ... copy_(p, new) ... g2 = ag(p)        g2 must not move up, nor g1 down
 
-Only starts between the same two writes may merge. Nodes then stay between these writes, whatever
-a later topological sort does with the rest. A bucket casts on its own, from what the casts of its
-members read; a start that has a write between its cast and itself merges with none.
+Only starts between the same two writes may merge. A bucket casts its members itself, so it reads
+what their casts read; a start with a write between its cast and itself stays alone.
 """
 
 from __future__ import annotations
@@ -33,7 +30,11 @@ from .pack import merged_cast
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Its members; what they need, once it is closed they as well; and what of that is settled."""
+    """Bit sets of a bucket: its members, the starts that it reaches, and the settled ones of these.
+
+    ``reach`` is what the members need, and once the bucket is closed also the members. ``settled``
+    starts need nothing that ``reach`` lacks.
+    """
 
     members: int = 0
     reach: int = 0
@@ -41,25 +42,28 @@ class _Bucket:
 
 
 class Contraction:
-    """The starts of a graph, in topological order, and the buckets planned so far as single nodes.
+    """The starts of a graph, with each planned bucket contracted to one node.
 
-    ``open(a)``, then ``try_add(b)`` for each candidate, then ``close()``; a bucket of one start
-    contracts nothing. A start that is in a closed bucket already brings that whole bucket along.
+    Call ``open(a)``, then ``try_add(b)`` for each candidate, then ``close()``. A bucket of one
+    start contracts nothing. A start in a closed bucket brings the whole bucket along.
+
+    Raises:
+        ValueError: the graph is not in topological order.
     """
 
     def __init__(self, analysis: GraphAnalysis) -> None:
         self.starts: list[fx.Node] = []
         self._index: dict[fx.Node, int] = {}
-        self._up: list[int] = []  # what each start needs, by edges of the graph alone
-        self._epoch: list[int] = []  # number of unordered writes before it
-        self._alone: dict[int, fx.Node] = {}  # the write between it and what a bucket would read
+        self._up: list[int] = []  # starts that each start needs by edges of the graph
+        self._epoch: list[int] = []  # number of barriers before each start
+        self._alone: dict[int, fx.Node] = {}  # by start: the barrier between it and its cast
         self._writes = analysis.writes.unordered
         self._project(analysis)
         self.reset()
 
     def reset(self) -> None:
         """Forget all buckets."""
-        self._merged = 0  # members of closed buckets that need other starts
+        self._merged = 0  # members of closed buckets that reach other starts
         self._bucket_of: dict[int, _Bucket] = {}
         self._closed: list[_Bucket] = []
         self._open = _Bucket()
@@ -82,10 +86,10 @@ class Contraction:
                         "topologically before planning"
                     )
                 theirs = needs[arg]
-                # The same object where the sets are equal: most nodes add nothing.
+                # Most nodes add nothing: share the set, so that memory grows with the starts.
                 if theirs is not mask and (both := mask | theirs) != mask:
                     mask = theirs if both == theirs else both
-                if left == 1:
+                if left == 1:  # its last use
                     del needs[arg]
                 uses[arg] = left - 1
             if node in analysis.kinds:
@@ -107,11 +111,11 @@ class Contraction:
                 needs[node] = mask
 
     def position(self, start: fx.Node) -> int:
-        """Place of ``start`` among the starts of the graph, from 0."""
+        """Return the index of ``start`` among the starts of the graph."""
         return self._index[start]
 
     def open(self, start: fx.Node) -> None:
-        """Begin a bucket with ``start``. A bucket that is open is closed."""
+        """Close the open bucket, if any, and open one with ``start``."""
         self.close()
         index = self._index[start]
         members, up = self._own(index)
@@ -121,7 +125,7 @@ class Contraction:
         self._open_alone = self._alone.get(index)
 
     def try_add(self, start: fx.Node) -> bool:
-        """Let ``start`` join the open bucket unless :meth:`why` has a reason; whether it joined."""
+        """Add ``start`` to the open bucket if that closes no cycle; return whether it was added."""
         index, now = self._index[start], self._open
         if self._write_between(index) is not None:
             return False
@@ -134,7 +138,7 @@ class Contraction:
         return True
 
     def why(self, start: fx.Node) -> str:
-        """In words, why :meth:`try_add` refused ``start`` just now."""
+        """Explain why :meth:`try_add` just refused ``start``."""
         index = self._index[start]
         write = self._write_between(index)
         if write is not None:
@@ -147,24 +151,24 @@ class Contraction:
         return f"{start.name} and the bucket need each other by way of other buckets"
 
     def _write_between(self, index: int) -> fx.Node | None:
-        """The write that keeps a start out of the open bucket."""
+        """Find the barrier that keeps a start out of the open bucket."""
         if self._epoch[index] != self._open_epoch:
             return self._writes[min(self._epoch[index], self._open_epoch)]
         return self._alone.get(index, self._open_alone)
 
     def close(self) -> None:
-        """End the open bucket: from now on its members are one node."""
+        """Contract the members of the open bucket to one node."""
         ended, self._open = self._open, _Bucket()
         members = ended.members
         if not members & (members - 1):
             return
         bits = _bits(members)
         for old in dict.fromkeys(self._bucket_of[i] for i in bits if i in self._bucket_of):
-            # It is a part of this one now: whoever needs it needs more than before.
+            # It is a part of this bucket now, so what needs it needs more than before.
             for closed in self._closed:
                 closed.settled &= ~old.members
             self._closed.remove(old)
-        if ended.reach:  # else it brings nothing along: most gathers need no other start
+        if ended.reach:  # most gathers reach no other start and need no closure
             self._merged |= members
         ended.reach |= members
         ended.settled = ended.reach & self._merged
@@ -178,8 +182,8 @@ class Contraction:
         return bucket.members, bucket.reach & ~bucket.members
 
     def _closure(self, reach: int, settled: int) -> tuple[int, int]:
-        """``reach`` and all that it needs once closed buckets are single nodes, from the back: what
-        the last bucket needs tends to hold most of the earlier ones, settled when it was closed."""
+        """Close ``reach`` under the needs of closed buckets; return it with its settled part."""
+        # Start with the last bucket: its reach tends to hold most earlier ones, settled already.
         pending = reach & self._merged & ~settled
         while pending:
             bucket = self._bucket_of[pending.bit_length() - 1]

@@ -1,4 +1,4 @@
-"""Which process groups are bucketed: all, those that are named, or the primary one."""
+"""Choose the process groups to bucket: all, by name, or the primary group."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal, TypeAlias
 from ..graph.collectives import KINDS
 
 Groups: TypeAlias = Collection[str] | Literal["primary"] | None
-"""Names of process groups, each of which is planned by itself; ``"primary"``: the one with the most
-all-gathers, as of :func:`chosen_groups`; None: all of them, planned together."""
+"""Names of process groups, planned one after the other; ``"primary"``: the group with the most
+all-gathers, see :func:`chosen_groups`; None: all groups, planned together."""
 
 
 def check_groups(groups: Groups) -> tuple[str, ...] | Literal["primary"] | None:
-    """``groups``, names as a tuple; a TypeError for what is none."""
+    """Return ``groups`` with names as a tuple; raise a TypeError for other values."""
     if groups is None or groups == "primary":
         return groups  # type: ignore[return-value]
     if isinstance(groups, str) or not isinstance(groups, Collection):
@@ -24,14 +24,14 @@ def check_groups(groups: Groups) -> tuple[str, ...] | Literal["primary"] | None:
 
 
 def chosen_groups(groups: Groups, counts: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
-    """Those of the groups in ``counts`` that ``groups`` chooses, in the order of ``counts``.
+    """Return the chosen groups in the order of ``counts``.
 
     The primary group has the most FSDP all-gathers; in a graph without gathers the most
-    reduce-scatters, and without these the most all-reduces. Of equals it is the first one. That
-    leaves others' collectives alone, such as those of experts on a mesh of their own.
+    reduce-scatters, and without these the most all-reduces. Of equals it is the first one.
 
     Args:
-        counts: by group, in graph order, the number of FSDP collectives of each kind.
+        groups: names that ``counts`` lacks are ignored, since other graphs may have these groups.
+        counts: number of FSDP collectives by group and kind, in graph order.
     """
     if groups == "primary":
         return (max(counts, key=lambda g: [counts[g][k] for k in KINDS]),) if counts else ()

@@ -1,4 +1,4 @@
-"""Carries a plan out: each of its buckets becomes one collective."""
+"""Apply a plan: merge each bucket into one collective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PayloadKey = Callable[[fx.Node], Any]
 
 
 def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
-    """``order``; a TypeError for what is no callable and not None."""
+    """Return ``order``; raise a TypeError unless it is a callable or None."""
     if order is not None and not callable(order):
         raise TypeError(
             "payload_order must be a callable that gives a start node's key, or None for graph "
@@ -41,7 +41,7 @@ def merge_and_report(
     payload_key: PayloadKey | None,
     kinds: Collection[Kind],
 ) -> GraphReport:
-    """:func:`apply_plan` of a plan for ``kinds``; the report of the graph, which is also logged."""
+    """Apply a plan for ``kinds`` with :func:`apply_plan`, and log and return the graph's report."""
     stage, before = analysis.stage, analysis.counts
     buckets = tuple(apply_plan(analysis, plan, payload_key))
     gone = Counter[str](b.kind for b in plan.buckets for _ in b.members[1:])
@@ -54,8 +54,7 @@ def merge_and_report(
 def apply_plan(
     graph: fx.Graph | GraphAnalysis, plan: MergePlan, payload_key: PayloadKey | None = None
 ) -> list[BucketReport]:
-    """Merge the buckets of a plan for a graph that is unchanged since, and in topological order
-    afterwards; returns their reports in graph order.
+    """Merge the buckets of a plan and sort the graph topologically.
 
     A gather bucket starts where its first member started, a reduction where its last did::
 
@@ -63,12 +62,16 @@ def apply_plan(
         rs(a) w use ... rs(b) w use        ... ... RS(a, b) W split use use
 
     Args:
-        payload_key: ascending key of a member's bytes, ties in graph order; a bucket with a member
-            whose key is None keeps graph order, as all do where this is None. It is called once per
-            member, before anything changes, and may only read the graph.
+        graph: unchanged since it was planned.
+        payload_key: sort key of start nodes for the payload, ascending, ties in graph order. A
+            bucket with a member whose key is None keeps graph order. The callable runs once per
+            member, before anything changes, and must not change the graph.
+
+    Returns:
+        Reports of the buckets in graph order.
 
     Raises:
-        RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
+        RuntimeError: ``payload_key`` failed at a node, returned keys that have no order, changed
             the graph or communicated; or a symbolic size has no hint. The graph is as it was.
     """
     analysis, keys, packed_by = GraphAnalysis.of(graph), None, GRAPH_ORDER
@@ -85,7 +88,7 @@ def merge_buckets(
     keys: Mapping[fx.Node, Any] | None = None,
     packed_by: str = GRAPH_ORDER,
 ) -> list[BucketReport]:
-    """:func:`apply_plan` with the keys of all members at hand, and without a way back."""
+    """Do what :func:`apply_plan` does, with known keys and without restoring the graph on error."""
     analysis = GraphAnalysis.of(graph)
     graph, position = analysis.graph, dict(analysis.position)
     reports = []
@@ -102,7 +105,7 @@ def merge_buckets(
 
 
 def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey) -> dict[fx.Node, Any]:
-    """Every member's key, computed and compared before anything changes."""
+    """Compute the key of every member, and check that each bucket's keys can be sorted."""
     keys: dict[fx.Node, Any] = {}
     with reading_only(graph, payload_order=payload_key):
         for bucket in plan.buckets:
@@ -133,7 +136,7 @@ def _apply_bucket(
     first, payload, keyless = members[0], list(members), list[Collective]()
     if keys is not None:
         keyless = [m for m in members if keys[m.start] is None]
-        if keyless:  # never a half-sorted bucket
+        if keyless:  # graph order is documented; a half-sorted bucket would have no known order
             packed_by = NO_KEY
         else:
             payload.sort(key=lambda m: keys[m.start])
@@ -147,7 +150,7 @@ def _apply_bucket(
     before = first.start if bucket.kind == "all_gather" else members[-1].start.next
     in_order = [m.start for m in payload]
     start, new_nodes = pack(graph, bucket.members, in_order, before)
-    # Every new node has the first member's annotations; the start alone lists all members.
+    # All new nodes have the first member's annotations. Only the start lists all members.
     set_member_tags(start, [m.tag for m in payload])
     if all(m.in_backward for m in members):
         mark_backward(new_nodes)
@@ -160,11 +163,10 @@ def _apply_bucket(
 def _hoist_inputs(
     bucket: Bucket, position: dict[fx.Node, int], collectives: Collection[fx.Node]
 ) -> None:
-    """Move what leads from the parameters to a bucket's later members before its first member.
+    """Move the inputs of a gather bucket's later members before its first member.
 
-    Which ranks pad their shard of an uneven parameter differs, and so does whether there is a node
-    between the parameter and the gather. A bucket that had to wait for such a node would start
-    later on some ranks than on others, and collectives would meet the wrong partner::
+    Only some ranks pad their shard of an uneven parameter. A bucket that waited for such a pad
+    would start later on these ranks, and collectives would meet the wrong partner::
 
         rank 0   ag(a) ... ag(b)              AG(a, b) ... ...
         rank 1   ag(a) ... pad(b) ag(b)       pad(b) AG(a, b) ... ...
@@ -179,7 +181,7 @@ def _hoist_inputs(
             if position.get(node, limit + 1) > limit and node not in late:
                 late[node] = None
                 stack.extend(node.all_input_nodes)
-        # Behind another collective it can't be moved alone; the final sort places it.
+        # An input that needs another collective can't move up; the final sort places it.
         if any(n not in position or n in collectives for n in late):
             continue
         for node in sorted(late, key=position.__getitem__):

@@ -1,7 +1,7 @@
-"""How a bucket is packed: the one collective, and the nodes that lay out and unpack its buffer.
+"""Write a bucket's nodes: pack the members, launch one collective, unpack the results.
 
 ``flat`` and ``rows`` are views where the layout allows it, and copies otherwise. ``p`` is the
-payload: the elements of all members, ``n`` ranks::
+number of elements of all members, ``n`` the number of ranks::
 
     all_gather (ranks gather into their place of a buffer; casts of members are part of the copy)
 
@@ -10,9 +10,9 @@ payload: the elements of all members, ``n`` ranks::
         b -> flat /           /             (wait)              \\ part -> clone -> view [n * b0, .]
           empty [n * p] -> slice
 
-    where all ranks run what one compiles, no rank's place is a constant: cat -> cast -> AG
+    if one rank compiles for all, a rank's place is not a constant: cat -> cast -> AG
 
-    all_gather of several dtypes: in between all are bytes, and what is cast is cast before
+    all_gather of several dtypes: members are cast first, and packed as bytes
 
         a -> cast -> flat -> as uint8 \\ ...          ... / part -> clone -> as bfloat16 -> view
         b ---------> flat -> as uint8 /                  \\ part -> clone -> as float32 -> view
@@ -29,9 +29,9 @@ payload: the elements of all members, ``n`` ranks::
                    cat [p] -> AR [p] (wait)
         b -> flat /                        \\ part -> view [b0, .]
 
-Eager FSDP2 lays out the same bytes (``_fsdp_collectives.py``: ``all_gather_copy_in``,
-``chunk_cat``). Inductor makes one kernel of packing (``cat``, cast and copy) and one of each
-gathered parameter's ``clone``, or none where that fuses into its reader.
+Eager FSDP2 has the same layout (``_fsdp_collectives.py``: ``all_gather_copy_in``, ``chunk_cat``).
+Inductor fuses packing (``cat``, cast and copy) into one kernel. Each gathered parameter's ``clone``
+is a kernel, unless it fuses into its reader.
 """
 
 from __future__ import annotations
@@ -57,14 +57,17 @@ _c10d = torch.ops._c10d_functional
 _prims = torch.ops.prims
 
 _Size: TypeAlias = int | fx.Node
-"""A number, or the node that gives it where it is symbolic."""
+"""A number, or the node that computes a symbolic size."""
 _Merged: TypeAlias = tuple[fx.Node, list[fx.Node]]
-"""The start of a bucket, and what each member's readers get, in the order of the payload."""
+"""The start of a bucket, and each member's result, in payload order."""
 
 
 def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
-    """The value that a bucket reads for each member: its input, or where all members have one dtype
-    the input of its cast (:func:`merged_cast`), which packing then does."""
+    """Return the value that a bucket reads for each member.
+
+    This is the input of the member's cast (:func:`merged_cast`) if all members have one dtype,
+    since packing casts, and otherwise the member's input.
+    """
     casts = [None if are_mixed(members) else merged_cast(member) for member in members]
     return [
         (member if cast is None else cast).all_input_nodes[0]
@@ -73,12 +76,14 @@ def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def are_mixed(members: Sequence[fx.Node]) -> bool:
-    """Whether the members of a bucket have several dtypes, so that it is packed as bytes."""
+    """Return whether members have several dtypes, so that they are packed as bytes."""
     return len(dict.fromkeys(member.meta["val"].dtype for member in members)) > 1
 
 
 def merged_cast(start: fx.Node) -> fx.Node | None:
-    """The cast in front of a gather that is left to the copy into the buffer; None without one::
+    """Find the cast before a gather that the copy into the buffer can do, or None.
+
+    ::
 
     x -> cast -> all_gather                x -> BUCKET
     """
@@ -98,13 +103,17 @@ def merged_cast(start: fx.Node) -> fx.Node | None:
 def pack(
     graph: fx.Graph, members: Sequence[fx.Node], payload: Sequence[fx.Node], before: fx.Node
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Replace collectives by one over a packed buffer; returns its start, and all new nodes in
-    graph order. The graph need not be in topological order afterwards.
+    """Replace collectives by one over a packed buffer.
+
+    The graph may not be in topological order afterwards.
 
     Args:
         members: starts of one bucket key in graph order, each with one wait as its only user.
-        payload: the members in the order of their bytes.
-        before: where the new nodes stand; it may be a member or a wait of one.
+        payload: the members in payload order.
+        before: the node to insert before, which may be a member or its wait.
+
+    Returns:
+        The bucket's start, and all new nodes in graph order.
     """
     values = packed_values(payload)
     make = _all_gather if kind_of(members[0]) == "all_gather" else _reduction
@@ -186,18 +195,17 @@ def _reduction(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node])
 
 
 class Writer:
-    """Writes the nodes of one bucket where the graph inserts nodes, each with its value.
+    """Insert nodes, with values in ``meta``, at the graph's insertion point.
 
-    Layouts are computed here and not by running the operators: a bucket has four nodes per member,
-    and running them takes nine tenths of the time. Where a size is symbolic, it is a node (or a
-    number) in arguments, and operators are run.
+    Results' layouts are computed, unless a size is symbolic: running operators on fake tensors
+    takes nine tenths of the time of merging. Symbolic sizes are nodes in arguments.
     """
 
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = []
         self._graph = graph
-        # Of all nodes, values shared: the first member's module stack, source line and annotations,
-        # and each member as a source (``from_node``), which Inductor's provenance tracking reads.
+        # All nodes share the first member's module stack, source line and annotations, and name
+        # each member as a source (``from_node``) for Inductor's provenance tracking.
         actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
         first = members[0].meta
         kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
@@ -218,7 +226,7 @@ class Writer:
         node = self._graph.create_node("call_function", target, tuple(args), kwargs, name)
         node.meta.update(self._meta)
         if isinstance(target, torch._ops.OpOverload):
-            node.meta["original_aten"] = target  # which names the kernel that it becomes a part of
+            node.meta["original_aten"] = target  # Inductor names kernels by it
         self.nodes.append(node)
         return node
 
@@ -227,11 +235,11 @@ class Writer:
         return node
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        """The result of an operator, with the layout that running it gives."""
+        """Call an operator, and run it for the layout of its result."""
         return self._run(self._add(target, args, {}))
 
     def change(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
-        """Let a node of the graph call another operator, under its name and with its metadata."""
+        """Make a node call another operator; it keeps its name and metadata."""
         node.target, node.args, node.kwargs = target, args, {}
         node.meta["original_aten"] = target
         node.meta.pop("tensor_meta", None)
@@ -245,7 +253,7 @@ class Writer:
         shape: Sequence[_Size],
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        """A contiguous result in a storage of its own."""
+        """Call an operator whose result is contiguous, in a storage of its own."""
         node = self._add(target, args, kwargs)
         if not self._static:
             return self._run(node)
@@ -256,8 +264,11 @@ class Writer:
     def view(
         self, target: Any, args: Sequence[Any], shape: Sequence[_Size], offset: _Size = 0
     ) -> fx.Node:
-        """A contiguous result in the storage of its first argument, which is contiguous, too; it
-        begins ``offset`` elements behind the storage, for a ``view`` behind the argument."""
+        """Call an operator whose contiguous result is a view of its contiguous first argument.
+
+        The view begins ``offset`` elements after the start of the storage, and for ``aten.view``
+        after the start of the argument.
+        """
         node = self._add(target, args)
         if not self._static:
             return self._run(node)
@@ -270,7 +281,7 @@ class Writer:
         return node
 
     def reshape(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
-        """``value`` in another shape, copied if it can't be viewed so."""
+        """Reshape ``value``, and copy it if its strides don't allow a view."""
         given = value.meta["val"]
         if not self._static or given.stride() != tuple(_contiguous(given.shape)):
             node = self._add(_aten.view.default, [value, list(shape)])
@@ -286,16 +297,16 @@ class Writer:
         return self.viewed(value, shape)
 
     def viewed(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
-        """A contiguous ``value`` in another shape."""
+        """View a contiguous ``value`` in another shape."""
         return self.view(_aten.view.default, [value, list(shape)], shape)
 
     def copied(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
-        """A contiguous copy of ``value``, which has this shape."""
+        """Copy ``value``, of this shape, to contiguous memory."""
         layout = {"memory_format": torch.contiguous_format}
         return self.new(_aten.clone.default, [value], value.meta["val"].dtype, shape, layout)
 
     def cat(self, values: Sequence[fx.Node], shape: Sequence[_Size], dim: int = 0) -> fx.Node:
-        """``values`` one after the other, which gives this shape."""
+        """Concatenate ``values`` to a result of this shape."""
         dtype = functools.reduce(torch.promote_types, (v.meta["val"].dtype for v in values))
         return self.new(_aten.cat.default, [values, *([dim] if dim else [])], dtype, shape)
 
@@ -303,7 +314,7 @@ class Writer:
         return self.new(_c10d.wait_tensor.default, [start], start.meta["val"].dtype, shape)
 
     def split(self, value: fx.Node, sizes: Sequence[_Size], dim: int) -> list[fx.Node]:
-        """The parts of the last dimension of a contiguous tensor."""
+        """Split the last dimension of a contiguous tensor."""
         whole = value.meta["val"]
         arguments = [value, list(sizes), *([dim] if dim else [])]
         node = self._add(_aten.split_with_sizes.default, arguments)
@@ -324,7 +335,7 @@ class Writer:
         return parts
 
     def shape(self, value: fx.Node) -> list[_Size]:
-        """The sizes of a tensor: numbers, or nodes that give them."""
+        """Return the sizes of a tensor: numbers, or nodes for symbolic ones."""
         sizes: list[_Size] = []
         for dim, size in enumerate(value.meta["val"].shape):
             if isinstance(size, int):
@@ -345,7 +356,7 @@ class Writer:
         return self._number(operator.mul, one, other)
 
     def divided(self, size: _Size, ranks: int) -> _Size:
-        """A size that ``ranks`` divides, by ``ranks``."""
+        """Divide a size that is a multiple of ``ranks``."""
         return size if ranks == 1 else self._number(operator.floordiv, size, ranks)
 
     def _number(self, function: Any, one: _Size, other: _Size) -> _Size:
@@ -359,5 +370,5 @@ def _numbers(sizes: Sequence[_Size]) -> list[int]:
 
 
 def _contiguous(shape: Sequence[int]) -> list[int]:
-    """Strides in elements; a dimension without elements counts as one, as torch counts it."""
+    """Return contiguous strides, in elements; like torch, count an empty dimension as size 1."""
     return [math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape))]

@@ -1,8 +1,8 @@
-"""Merge plans: which collectives become one, and why the others do not.
+"""Merge plans, and the protocol for planners.
 
-A planner is anything with ``plan(analysis) -> MergePlan``: :class:`.ByUnit` (one bucket per unit),
-:class:`.ByCap` (up to a byte cap), :class:`.BySearch` (the caps of the fastest schedule), or a
-user's own. :mod:`.bucketing.merge` carries plans out.
+Planners are :class:`.ByUnit` (one bucket per unit), :class:`.ByCap` (buckets up to a byte cap),
+:class:`.BySearch` (the byte caps of the fastest schedule), and users' own.
+:mod:`.bucketing.merge` applies plans.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .contraction import Contraction
 
 @dataclass(frozen=True)
 class Bucket:
-    """Starts that become one collective.
+    """Starts to merge into one collective.
 
     Args:
-        unit: its number in the order or plan; None for a bucket by size.
-        members: in graph order.
-        closed_by: what kept the next candidate out; ``"end"``: there was none.
-        detail: which one, and why, in words.
-        wire_bytes: what the members count against a byte cap, together; None where none is kept.
+        unit: index of the unit; None for a bucket by size.
+        members: starts in graph order.
+        closed_by: what kept the next candidate out; ``"end"``: no candidate was left.
+        detail: the candidate and the reason, for reports.
+        wire_bytes: bytes of all members that count against ``cap_bytes``; None without a cap.
     """
 
     kind: Kind
@@ -45,25 +45,27 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MergePlan(NotMerged):
-    """The buckets of one graph, and why the other collectives are in none (:class:`.NotMerged`).
+    """The buckets of one graph. :class:`.NotMerged` has the other collectives, with reasons.
 
     Args:
-        buckets: in the graph order of their first members; each has two members or more.
+        buckets: ordered by their first members; each has at least two members.
     """
 
     buckets: tuple[Bucket, ...] = ()
 
 
 class BucketPlanner(Protocol):
-    """Plan the buckets of one graph; most planners group collectives and let
-    :func:`merge_groups` do the rest.
+    """Plan the buckets of a graph.
 
-    Make it a frozen dataclass: its ``repr`` is its part of cache keys and reports.
+    Most planners group collectives and call :func:`merge_groups`. A planner is a frozen dataclass:
+    cache keys are made of its fields, and reports show its ``repr``.
     """
 
     def plan(self, analysis: GraphAnalysis) -> MergePlan:
-        """Plan a graph, which is only read. The plan must be the same on every rank: nothing may
-        depend on hash order, ids, time or the rank."""
+        """Plan a graph without changing it.
+
+        All ranks must get the same plan: it must not depend on hash order, ids, time or the rank.
+        """
 
 
 def merge_groups(
@@ -71,9 +73,10 @@ def merge_groups(
 ) -> MergePlan:
     """Merge each group into as few buckets as dependencies allow.
 
+    A member that would close a cycle goes into a further bucket of its group.
+
     Args:
-        groups: collectives of one bucket key each, in graph order, with the number of their unit
-            or None.
+        groups: pairs of a unit's index, or None, and collectives of one bucket key in graph order.
     """
     contracted = Contraction(analysis)
     buckets, splits, left = list[Bucket](), list[str](), list[LeftAlone]()
@@ -101,7 +104,7 @@ def merge_groups(
 def _fill(
     contracted: Contraction, candidates: list[Collective]
 ) -> tuple[list[Collective], list[Collective], str]:
-    """The bucket of the first candidate, those that can't be in it, and why so."""
+    """Fill the first candidate's bucket; return its members, the rest, and the first reason."""
     contracted.open(candidates[0].start)
     members, rest, detail = [candidates[0]], [], ""
     for c in candidates[1:]:
@@ -114,12 +117,12 @@ def _fill(
     return members, rest, detail
 
 
-def planned(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
-    """The plan of a user's planner, which is kept from changing the graph and from communicating.
+def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
+    """Plan a graph with a user's planner, and check that the plan can be applied.
 
     Raises:
-        RuntimeError: the planner failed (the cause is chained).
-        ValueError: its plan can't be carried out; the message names the collective.
+        RuntimeError: the planner failed, changed the graph or communicated (the cause is chained).
+        ValueError: a member can't be in its bucket; the message names it.
     """
     try:
         with reading_only(analysis.graph, planner=planner.plan):
@@ -132,7 +135,7 @@ def planned(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
         first = bucket.members[0]
         for member in bucket.members:
             c = collectives.get(member)
-            why = "it is no collective of the graph" if c is None else c.why_not
+            why = "it is not a collective of the graph" if c is None else c.why_not
             if c is not None and not why and (c.key != collectives[first].key):
                 why = f"its bucket key is not that of {first.name}"
             if member is first:
@@ -148,5 +151,5 @@ def planned(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
 
 
 def left_alone(c: Collective, reason: str, cause: Cause = Cause.OTHER) -> LeftAlone:
-    """The record of a collective that is in no bucket."""
+    """Record that a collective is not in any bucket."""
     return LeftAlone(c.fqns, reason, c.start.name, cause=cause)

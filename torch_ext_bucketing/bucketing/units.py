@@ -1,4 +1,4 @@
-"""Buckets by unit: one per unit and bucket key, as far as dependencies allow."""
+"""Plan buckets by unit."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from .plan import MergePlan, left_alone, merge_groups
 
 @dataclass(frozen=True)
 class ByUnit:
-    """One bucket per unit and bucket key, as far as dependencies allow.
+    """Plan one bucket per unit and bucket key, or more where dependencies require it.
 
     Args:
-        kinds: what is bucketed.
+        kinds: kinds of collectives to bucket.
     """
 
     units: Units
     kinds: Collection[Kind] = FSDP_KINDS
 
     def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
-        """Plan a graph in topological order."""
+        """Plan a graph.
+
+        Raises:
+            ValueError: the graph is not in topological order.
+        """
         analysis = GraphAnalysis.of(graph)
         uncovered: dict[str, None] = {}
         left: list[LeftAlone] = []
@@ -41,7 +45,8 @@ class ByUnit:
                 left.append(left_alone(c, why or c.why_not, cause))
                 uncovered.update(dict.fromkeys(f for f in c.fqns if self.units.unit_of(f) is None))
                 continue
-            # In a trace of a whole step, a gather in backward is there to free memory in between.
+            # In a trace of a whole step, backward gathers a parameter again so that its memory is
+            # free in between: don't merge that gather with forward's.
             again = c.kind == "all_gather" and c.in_backward
             groups.setdefault((unit, c.key, again), []).append(c)
         plan = merge_groups(analysis, ((unit, found) for (unit, *_), found in groups.items()))
@@ -53,7 +58,7 @@ class ByUnit:
 
 
 def unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]:
-    """The unit of a collective that serves these parameters, or else why it is in none."""
+    """Return the unit that has all of these parameters, or None with the reason and its cause."""
     if not fqns:
         return None, UNTAGGED, Cause.UNTAGGED
     found = {fqn: units.unit_of(fqn) for fqn in fqns}

@@ -1,1 +1,1 @@
-"""Reading a graph: facts about nodes, dependencies, writes, memory. Changes nothing."""
+"""Facts about a graph and its nodes: kinds, tags, dependencies, writes, live bytes."""

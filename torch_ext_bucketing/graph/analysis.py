@@ -1,13 +1,12 @@
-"""The facts about one state of a graph that planning, searching and scheduling share.
+"""Share facts about one state of a graph among planning, searching and scheduling.
 
-Planning buckets, searching for byte caps and scheduling ask the same questions: what depends on
-what, what is written to, how many bytes are live. Each answer takes a pass over the graph or more,
-and holds as long as nothing in the graph changes::
+All three need dependencies, writes and live bytes. Computing each of these takes a pass over the
+graph or more, and the result is valid as long as the graph does not change::
 
     analysis = GraphAnalysis(graph)
     ByCap(25.0).plan(analysis)          writes
     BySearch(policies).plan(analysis)   writes, dependencies, live bytes
-    apply_plan(graph, plan)             now the analysis is of a graph that is no more
+    apply_plan(graph, plan)             the analysis is outdated now
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from .writes import Writes
 
 
 class GraphAnalysis:
-    """Facts about a graph, each computed once, when it is first asked for.
+    """Facts about a graph, each computed once, at its first use.
 
     Args:
-        graph: in topological order, with fake tensors in ``meta["val"]``, and unchanged meanwhile.
-        size_hints: numbers for sizes that depend on data, as of :func:`.backend`.
+        graph: in topological order, with fake tensors in ``meta["val"]``. It must not change.
+        size_hints: numbers for sizes that depend on data; see :func:`.backend`.
         donated: whether an input is freed at its last use; None: :func:`.donated_by_autograd`.
-        external_live_bytes: bytes that are in memory all the time beside the graph's own inputs.
+        external_live_bytes: bytes in memory during the whole run that are not inputs of the graph.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class GraphAnalysis:
 
     @staticmethod
     def of(graph: GraphLike | GraphAnalysis) -> GraphAnalysis:
-        """``graph`` itself if it is an analysis, else a new one of it, without any hints."""
+        """Return an analysis as it is; analyze a graph, without size hints."""
         return graph if isinstance(graph, GraphAnalysis) else GraphAnalysis(graph_of(graph))
 
     @cached_property
@@ -66,7 +65,7 @@ class GraphAnalysis:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Number of collectives of each kind that the graph has."""
+        """Number of collectives of each kind in the graph."""
         found = Counter[str](self.kinds.values())
         return {kind: found[kind] for kind in KINDS if found[kind]}
 
@@ -77,17 +76,17 @@ class GraphAnalysis:
 
     @cached_property
     def gradient_sums(self) -> dict[fx.Node, Collective]:
-        """The reductions that add up gradients, by start; see :func:`.gradient_sums`."""
+        """The reductions that add gradients, by start; see :func:`.gradient_sums`."""
         return gradient_sums(self.collectives)
 
     @cached_property
     def groups(self) -> dict[fx.Node, str]:
-        """The process group's name of each start, all-to-alls included, in graph order."""
+        """Name of each start's process group, all-to-alls included, in graph order."""
         return {n: group_name(n) for n in self.nodes if is_collective(n)}
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
-        """The place of every node in the graph, from 0."""
+        """Place of every node in the graph, from 0."""
         return positions(self.graph)
 
     @cached_property
@@ -97,8 +96,10 @@ class GraphAnalysis:
 
     @cached_property
     def compute_before(self) -> dict[fx.Node, int]:
-        """By node, compute nodes in graph order up to the last one that it needs, or is. Where the
-        node stands says less: a sort may have put all reduce-scatters at the end."""
+        """Number of compute nodes, in graph order, up to the last one that each node depends on.
+
+        A node's own place is less useful, since a sort may put all reduce-scatters at the end.
+        """
         reached: dict[fx.Node, int] = {}
         count = 0
         for node in self.nodes:
@@ -110,12 +111,12 @@ class GraphAnalysis:
 
     @cached_property
     def shard_side(self) -> ShardSide:
-        """The nodes that may be different on other ranks; see :mod:`.uneven`."""
+        """Nodes that may be different on other ranks; see :mod:`.uneven`."""
         return shard_side(self.graph, self.hints)
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """The movable nodes, and what each one needs."""
+        """The movable nodes, and the nodes that each one depends on."""
         return Dependencies(self.nodes, self.writes)
 
     @cached_property
@@ -132,5 +133,5 @@ class GraphAnalysis:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes live at any time, in the order of the graph."""
+        """Peak of live bytes in the graph's order."""
         return self.liveness.peak(range(len(self.dependencies.nodes)))

@@ -1,4 +1,4 @@
-"""Find calls in a graph, and put calls into it, each with its value."""
+"""Find calls in a graph, and insert calls with their fake values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.fx as fx
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-    """A call where the graph inserts nodes, with the metadata of ``like`` but for its value."""
+    """Insert a call at the graph's insertion point, with the metadata of ``like`` but its value."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta")}
     node.meta["val"] = evaluate(node)
@@ -18,14 +18,17 @@ def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any)
 
 
 def contiguous_copy(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
-    """A copy of ``value`` in one piece, behind it, as of :func:`call`."""
+    """Insert a contiguous copy of ``value`` after it; see :func:`call` for ``like``."""
     with graph.inserting_after(value):
         layout = torch.contiguous_format
         return call(graph, torch.ops.aten.clone.default, value, memory_format=layout, like=like)
 
 
 def evaluate(node: fx.Node, mode: Any = None) -> Any:
-    """The value of ``node`` for those of its inputs, in ``mode`` or that of a fake one of these."""
+    """Compute a node's fake value from its inputs' values.
+
+    Runs under ``mode``, or else under the fake mode of the first fake input.
+    """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     modes = (m for a in args if (m := getattr(a, "fake_mode", None)) is not None)
     target: Any = node.target
@@ -33,8 +36,8 @@ def evaluate(node: fx.Node, mode: Any = None) -> Any:
         return target(*args, **kwargs)
 
 
-def nodes_behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """All calls that lead to ``nodes``, without these."""
+def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """Return all calls that lead to ``nodes``, without these nodes themselves."""
     found: dict[fx.Node, None] = {}
     stack = [arg for node in nodes for arg in node.all_input_nodes]
     while stack:

@@ -1,21 +1,21 @@
-"""Dependencies between the nodes of a graph, those included that its edges do not show.
+"""Compute the dependencies between a graph's nodes, with those that its edges do not show.
 
-A node depends on its inputs. Besides, these keep their order whatever the edges say:
+A node depends on its inputs. In addition, these nodes keep their order:
 
-- a write to a tensor, and everything that touches the tensor before or after it (:mod:`.writes`); a
-  collective reads its input until it is waited for::
+- A write to a tensor, and every node that touches the tensor before or after it (:mod:`.writes`). A
+  collective reads its input until its wait::
 
-      start(p) -> wait        copy_(p, new)        copy_ stays behind wait, not behind start alone
+      start(p) -> wait        copy_(p, new)        copy_ stays after wait, not only after start
 
-- operators that draw random numbers from the generator's state, among themselves;
-- an assertion on a size or another number, and what uses that number, or the tensor whose size it
-  is, after the assertion: what stood behind the check must not run unchecked;
-- the marks of profiled ranges, among themselves: after scheduling a range no longer says where the
-  nodes between them run;
-- operators that have other side effects, or are not known to have none, against everything;
-- the starts of one process group and kind. Ranks meet in a group in the order in which they launch,
-  so the order that the graph came with, which is the same on every rank, is kept per kind; gathers
-  may overtake reductions, and all-to-alls, as of experts' tokens in chunks, each other.
+- Operators that draw random numbers from the generator's state, among themselves.
+- An assertion on a size or another number, and the nodes after it that use the number, or the
+  tensor whose size it is. They must not run unchecked.
+- The marks of profiled ranges, among themselves. After scheduling, a range no longer shows where
+  the nodes between its marks run.
+- Operators with other side effects, or with unknown ones, against all nodes.
+- The starts of one process group and kind. Ranks meet in a group in launch order, so each kind
+  keeps the graph's order, which is the same on every rank. All-gathers may overtake reductions, and
+  all-to-alls, such as those of experts' tokens in chunks, may overtake each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .collectives import (
 )
 from .writes import Writes, written_values
 
-# Higher-order operators that compute their results and do nothing else.
+# Higher-order operators without side effects.
 _FUNCTIONAL = frozenset(
     {
         "auto_functionalized",
@@ -53,8 +53,12 @@ _READ_CONTENTS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.ite
 
 
 class Precedence:
-    """Nodes in topological order, by their place from 0: the places of those that each one
-    ``needs``, ascending, and of those that it is ``needed_by``."""
+    """Dependencies between nodes in topological order, by their places from 0.
+
+    Attributes:
+        needs: per node, the places of the nodes that it depends on, ascending.
+        needed_by: per node, the places of the nodes that depend on it, ascending.
+    """
 
     def __init__(self, nodes: list[fx.Node], needs: Iterable[Collection[int]]) -> None:
         self.nodes = nodes
@@ -65,7 +69,7 @@ class Precedence:
                 self.needed_by[j].append(i)
 
     def is_order(self, order: Sequence[int]) -> bool:
-        """Whether ``order`` has every node once, and behind all that it needs."""
+        """Return whether ``order`` has every node once, after all nodes that it depends on."""
         place = {i: at for at, i in enumerate(order)}
         return len(place) == len(order) == len(self.nodes) and all(
             i in place and all(place[j] < place[i] for j in mine)
@@ -74,9 +78,16 @@ class Precedence:
 
 
 class Dependencies(Precedence):
-    """The movable nodes of a graph, by their place among these (``index``), and what each one
-    needs; all but placeholders, ``get_attr`` and the output. ``group`` is the process group's name
-    of each collective. A ValueError where a node stands before one of its inputs.
+    """The dependencies between a graph's movable nodes.
+
+    All nodes are movable but placeholders, ``get_attr`` and the output.
+
+    Attributes:
+        index: place of each movable node among them.
+        group: name of the process group, by the place of each collective.
+
+    Raises:
+        ValueError: a node stands before one of its inputs.
     """
 
     def __init__(self, everything: list[fx.Node], writes: Writes) -> None:
@@ -149,8 +160,11 @@ class Dependencies(Precedence):
 
 
 def unused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes, out of all of a graph, that do nothing for its results. Inductor makes no code for
-    them, torch's partitioner leaves them: what led to a collective that it has removed, for one."""
+    """Find nodes, among all of a graph, that change neither its results nor anything else.
+
+    torch's partitioner leaves some, such as the inputs of a collective that it removed. Inductor
+    generates no code for them.
+    """
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         if node.op == "call_function" and found.issuperset(node.users) and not _acts(node):
@@ -159,7 +173,7 @@ def unused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _acts(node: fx.Node) -> bool:
-    """Whether a call does something else than to compute its result."""
+    """Return whether a call has an effect beside its result."""
     return (
         is_collective(node)
         or is_wait(node)
@@ -181,16 +195,16 @@ def _is_barrier(node: fx.Node) -> bool:
         return target.name() not in _FUNCTIONAL
     if not isinstance(target, torch._ops.OpOverload):
         return not is_view(node)
-    # Writes and random numbers are ordered more finely than by a barrier.
+    # Writes and random numbers have finer rules than a barrier.
     finer = target.namespace == "_c10d_functional" or target._schema.is_mutable
     return not finer and not _draws_random_numbers(node) and node.is_impure()
 
 
 def _asserted(assertion: fx.Node) -> list[fx.Node]:
-    """The nodes that an assertion is about: its inputs, and what they are sizes and numbers of.
+    """List the nodes that an assertion checks: its inputs, and the tensors whose sizes they are.
 
-    Numbers that are inputs of the graph are left out where others are compared with them: nearly
-    everything uses the batch size, and it is known before the graph runs.
+    Numbers that are inputs of the graph do not count if other numbers are compared with them. They
+    are known before the graph runs, and nearly all nodes use the batch size.
     """
     found: dict[fx.Node, None] = {}
     given, made = [], False

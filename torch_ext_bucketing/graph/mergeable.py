@@ -1,4 +1,4 @@
-"""Which collectives can be members of a bucket."""
+"""Check which collectives can be members of a bucket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tags import is_bucket
 
 
 def unmergeable(start: fx.Node) -> str:
-    """Why a collective can't be a member of any bucket; empty if it can."""
+    """Return why a collective can't be a member of any bucket; empty if it can."""
     if start.target is torch.ops._c10d_functional.all_reduce_.default:
         return "it works in place"
     result = start.meta.get("val")
@@ -21,8 +21,8 @@ def unmergeable(start: fx.Node) -> str:
         return "it is a bucket already"
     wait = only_wait(start)
     if wait is None:
-        return "its result is used by other nodes than one wait"
-    # What torch's merging takes for granted:
+        return "nodes other than one wait read its result"
+    # torch's merging relies on the rest.
     if start.kwargs or wait.kwargs:
         return "its arguments are given by keyword"
     value = start.all_input_nodes[0].meta.get("val")

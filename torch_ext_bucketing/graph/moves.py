@@ -1,6 +1,7 @@
-"""Operators that move values, cast them or scale them, and combine no different elements.
+"""Classify operators that move, cast or scale values without combining different elements.
 
-What a parameter's bytes pass through on the way to its uses, and its gradient's on the way back.
+A parameter's values pass through such operators on the way to its uses, and its gradient on the way
+back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _COPIES = frozenset(
         torch.ops.prims.convert_element_type.default,
     }
 )
-# Other views are recognised by their schema (``OpOverload.is_view``).
+# Other views are recognized by their schema (``OpOverload.is_view``).
 _MOVES = _COPIES | {
     operator.getitem,
     _aten.cat.default,
@@ -49,19 +50,19 @@ SCALES = frozenset(
     }
 )
 _ZEROS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
-_FULL = {_aten.full.default: 1, _aten.new_full.default: 2}  # which argument is the value
+_FULL = {_aten.full.default: 1, _aten.new_full.default: 2}  # index of the argument for the value
 CONSTANTS = _ZEROS | _FULL.keys() | {_aten.empty.memory_format, _aten.new_empty.default}
 
 
 def is_move(node: fx.Node) -> bool:
-    """Whether ``node`` only rearranges, copies or casts its inputs, a wait included."""
+    """Return whether ``node`` only rearranges, copies or casts its inputs, or waits for one."""
     if node.target in _MOVES:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def is_zeros(node: fx.Node) -> bool:
-    """Whether ``node`` makes a tensor of zeros out of nothing."""
+    """Return whether ``node`` creates a tensor of zeros."""
     at = _FULL.get(node.target)  # type: ignore[arg-type]
     if at is not None:
         return len(node.args) > at and node.args[at] == 0
@@ -69,8 +70,10 @@ def is_zeros(node: fx.Node) -> bool:
 
 
 def is_linear(node: fx.Node) -> bool:
-    """Whether the sum of two results of ``node`` is its result for the sum of the inputs, but for
-    rounding: moves, except padding with other values than zero, and scaling by a number."""
+    """Return whether ``node`` is linear but for rounding: ``f(a) + f(b) == f(a + b)``.
+
+    Moves are, except padding with values other than zero, and so is scaling by a number.
+    """
     if node.op != "call_function":
         return False
     if node.target is _aten.constant_pad_nd.default:
@@ -81,8 +84,10 @@ def is_linear(node: fx.Node) -> bool:
 
 
 def keeps_values(node: fx.Node) -> bool:
-    """Whether the result has the shape, the dtype and the values of the one input: a copy, a view
-    to the same shape, a cast to the same dtype."""
+    """Return whether the result has the shape, dtype and values of the input.
+
+    That is so for a copy, a view to the same shape, and a cast to the same dtype.
+    """
     if node.op != "call_function" or node.target not in _COPIES:
         return False
     before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")

@@ -1,4 +1,4 @@
-"""One record for each collective of a graph: what planning, merging and reports ask of it."""
+"""Record the facts about each collective of a graph for planning, merging and reports."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Collective:
     """The facts about one collective, each read from the graph once, for any number of plans.
 
     Attributes:
-        group: the name of its process group.
-        home: the name of that which its parameter is sharded over; see :func:`.home_group`.
-        tag: None if it serves no known parameter.
-        why_not: see :func:`unmergeable`.
-        key: see :func:`.bucket_key`; None where there is a ``why_not``.
+        group: name of its process group.
+        home: name of the process group that shards its parameter; see :func:`.home_group`.
+        tag: its tag; None without a known parameter.
+        why_not: why it can't be merged; see :func:`unmergeable`.
+        key: its bucket key, see :func:`.bucket_key`; None if it can't be merged.
         merged: whether it is a bucket already.
-        count: number of collectives that were merged into it; 1 where none were.
+        count: number of collectives that were merged into it; 1 if it is not a bucket.
         in_backward: whether autograd ran while it was traced, in the graph of a whole step.
     """
 
@@ -62,12 +62,12 @@ class Collective:
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """Its parameters, as far as they are known."""
+        """FQNs of its parameters; empty without a tag."""
         return () if self.tag is None else self.tag.fqns
 
     @property
     def wait(self) -> fx.Node:
-        """The wait for it, where that is all that reads it: where there is no ``why_not``."""
+        """Its wait, if that is its only reader: if ``why_not`` is empty."""
         return next(iter(self.start.users))
 
     @cached_property
@@ -80,14 +80,14 @@ class Collective:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of a gather's input, of a reduction's result: its part of one rank's buffer."""
+        """Shape of a gather's input or of a reduction's result, its part of one rank's buffer."""
         node = self.start.all_input_nodes[0] if self.kind == "all_gather" else self.start
         sizes = node.meta["val"].shape
         return tuple(size_hint(s, "the report of a bucket's payload") for s in sizes)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of its values, also where these are sent as bytes."""
+        """dtype of its values, even if they are sent as bytes."""
         dtype: torch.dtype = sent_as_bytes(self.start) or self.start.meta["val"].dtype
         return dtype
 
@@ -98,10 +98,11 @@ class Collective:
 
 
 def gradient_sums(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
-    """The reductions among a graph's collectives that add up gradients over data-parallel ranks.
+    """Select the reductions that add gradients over data-parallel ranks.
 
-    Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
-    reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
+    This excludes an all-reduce inside one data-parallel rank, such as tensor parallelism's, whose
+    result another reduction of the same parameter adds. Eager FSDP2 leaves that to the process
+    group, too.
     """
     found = {start: c for start, c in collectives.items() if _adds_gradients(c)}
     groups: dict[str, dict[str, None]] = {}

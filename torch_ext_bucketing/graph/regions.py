@@ -1,4 +1,4 @@
-"""The part of a graph through which one value becomes another by linear steps alone.
+"""Regions of a graph that turn one value into another by linear steps alone.
 
 ::
 
@@ -7,7 +7,8 @@
           ^       ^                          ^           ^            ^       ^
           cuts: all that reaches the end goes through this one node
 
-A sum of two such ends is the end of one such part whose first value is the sum, but for rounding.
+The sum of two such ends equals, but for rounding, the end of one region whose first value is the
+sum of the first values.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from .moves import CONSTANTS, is_linear, is_zeros, keeps_values
 
 @dataclass(frozen=True)
 class Cut:
-    """A ``node`` through which everything goes that reaches the end of a region; what is ``inside``
-    behind it, from the end, which is included, backwards; and the ``reductions`` among these."""
+    """A node through which all values pass on their way to the end of a region.
+
+    Args:
+        node: the node.
+        inside: the nodes after it up to the end, which is included, in reverse order.
+        reductions: the reductions in ``inside``.
+    """
 
     node: fx.Node
     inside: tuple[fx.Node, ...] = ()
@@ -34,12 +40,12 @@ class Cut:
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The place of every node in the graph, from 0."""
+    """Map each node to its place in the graph, from 0."""
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> None:
-    """Erase those that nothing reads, and then what only they read."""
+    """Erase the nodes that nothing reads, and then the nodes that only they read."""
     stack = list(nodes)
     erased: dict[fx.Node, None] = {}
     while stack:
@@ -50,9 +56,11 @@ def erase_unused(nodes: Iterable[fx.Node]) -> None:
             erased[node] = None
 
 
-def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
-    """The cuts of the region that ends in ``end``, from ``end`` itself backwards. Sums and averages
-    over ranks are linear; zeros that are put beside a value do not count as an input."""
+def cuts_before(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
+    """Yield the cuts of the region that ends in ``end``, from ``end`` itself backwards.
+
+    Sums and averages over ranks are linear. Zeros that a value is padded with are not an input.
+    """
     pending = {end: None}
     inside: list[fx.Node] = []
     reductions: list[fx.Node] = []
@@ -69,7 +77,7 @@ def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
             return
         del pending[node]
         inside.append(node)
-        # The process group of a collective may be a node of the graph, too.
+        # A collective's process group may be a node of the graph, too.
         for arg in node.all_input_nodes[:1] if kind_of(node) else node.all_input_nodes:
             if is_zeros(arg):
                 inside.append(arg)
@@ -78,48 +86,55 @@ def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
 
 
 def outside_reader(cut: Cut, end: fx.Node) -> fx.Node | None:
-    """A node outside of a region that reads what is inside before its end, if any; zeros aside."""
+    """Return a node outside a region that reads a node inside it; None without one.
+
+    The region's end and its constants may have other readers.
+    """
     inside = dict.fromkeys(cut.inside)
     ours = (n for n in cut.inside if n is not end and n.target not in CONSTANTS)
     return next((user for node in ours for user in node.users if user not in inside), None)
 
 
-class Structures:
-    """Tells whether two regions do the same to their first values.
+class StructuralIds:
+    """IDs of regions: equal IDs mean equal operations on the first value, on every rank.
 
-    Numbers are equal where structures are. Steps that leave values alone (copies, views to the same
-    shape) do not count: autograd leaves them out where they would do nothing.
+    Steps that keep values (copies, views to the same shape) do not count, since autograd leaves
+    them out where they would do nothing.
     """
 
     def __init__(self, position: Mapping[fx.Node, int]) -> None:
         self._position = position
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._ids: dict[tuple[Any, ...], int] = {}
 
     def of(self, cut: Cut, end: fx.Node, *, name: object = "first value") -> int:
-        """The number of the region from ``cut`` to ``end``; ``name`` stands for the first value."""
-        numbers: dict[fx.Node, int] = {cut.node: self._number(("value", name))}
+        """Return the ID of the region from ``cut`` to ``end``; ``name`` identifies its first value.
+
+        By default all first values count as equal.
+        """
+        ids: dict[fx.Node, int] = {cut.node: self._id("value", name)}
         for node in sorted(dict.fromkeys(cut.inside), key=self._position.__getitem__):
             value = node.meta.get("val")
             if keeps_values(node) and not is_wait(node):
-                numbers[node] = numbers[node.all_input_nodes[0]]
+                ids[node] = ids[node.all_input_nodes[0]]
             elif is_zeros(node):
                 how = node if value is None else (tuple(map(str, value.shape)), value.dtype)
-                numbers[node] = self._number(("zeros", how))
+                ids[node] = self._id("zeros", how)
             elif kind_of(node):
                 how = (kind_of(node), reduce_op(node), group_name(node), group_size(node))
-                numbers[node] = self._number((*how, numbers[node.all_input_nodes[0]]))
+                ids[node] = self._id(*how, ids[node.all_input_nodes[0]])
             else:
                 kwargs = dict(node.kwargs)
                 if isinstance(kwargs.get("dtype"), torch.dtype):
-                    kwargs = {"dtype": kwargs["dtype"]}  # a cast; the rest says where it is already
-                said = fx.map_arg((node.args, kwargs), lambda n: ("node", numbers[n]))
-                numbers[node] = self._number((str(node.target), repr(said)))
-        return numbers[end]
+                    # A cast; the other arguments repeat the input's layout and device.
+                    kwargs = {"dtype": kwargs["dtype"]}
+                args = fx.map_arg((node.args, kwargs), lambda n: ("node", ids[n]))
+                ids[node] = self._id(str(node.target), repr(args))
+        return ids[end]
 
     def from_source(self, value: fx.Node) -> tuple[Cut, int]:
-        """The region behind a value from its first value, and the number of what is done to it."""
-        source = list(cuts_behind(value, self._position))[-1]
+        """Return the longest region that ends in ``value``, and its ID with that first value."""
+        source = list(cuts_before(value, self._position))[-1]
         return source, self.of(source, value, name=source.node)
 
-    def _number(self, key: tuple[Any, ...]) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+    def _id(self, *key: Any) -> int:
+        return self._ids.setdefault(key, len(self._ids))

@@ -1,10 +1,10 @@
-"""Numbers for sizes that depend on data, such as the tokens that a router sends to an expert.
+"""Replace sizes that depend on data, such as the number of tokens of an expert, by numbers.
 
-Estimates of time and memory need a number for every size. A size that is known only when the
-graph runs is an expression of symbols (``8*u0``). Each symbol gets one number: the caller's, else
-the hint that torch was given for it (``torch._dynamo.decorators.mark_unbacked``), else
-:data:`DEFAULT`; the nearest to it that torch knows the size can have. So sizes stay in proportion,
-and every rank that is given the same takes the same. Only orders and byte caps depend on them.
+Estimates of time and memory need a number for every size. A size that is known only when the graph
+runs is an expression of symbols (``8*u0``). Each symbol gets one number: the caller's, or torch's
+hint (``torch._dynamo.decorators.mark_unbacked``), or :data:`DEFAULT`, clamped to the range that
+torch knows for the symbol. So sizes stay in proportion, and all ranks with the same hints use the
+same numbers. Only orders and byte caps depend on them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ import torch
 from .._torch.symbols import size_with, symbol_facts
 
 DEFAULT = 8192
-"""Also what Inductor takes (``torch._inductor.config.unbacked_symint_fallback``)."""
+"""Inductor's default, too (``torch._inductor.config.unbacked_symint_fallback``)."""
 
 GivenHints: TypeAlias = "int | Callable[[Any], int] | None"
 
 
 def check_size_hints(given: object) -> None:
-    """Raise what :func:`.backend` does for ``size_hints`` that are no such, or negative."""
+    """Check the ``size_hints`` of :func:`.backend`.
+
+    Raises:
+        TypeError: neither an int, nor a callable, nor None.
+        ValueError: negative.
+    """
     if given is None or callable(given):
         return
     if isinstance(given, bool) or not isinstance(given, int):
@@ -35,15 +40,15 @@ def check_size_hints(given: object) -> None:
 
 
 class SizeHints:
-    """Sizes as numbers.
+    """Numbers for symbolic sizes.
 
     Args:
-        given: for each symbol that depends on data; a callable gets the symbol as a sympy
-            expression (``u0``) and returns a number. Checked by :func:`check_size_hints`.
+        given: a number for every symbol that depends on data, or a callable that returns one for a
+            symbol, given as a sympy expression (``u0``). See :func:`check_size_hints`.
 
     Attributes:
-        used: the symbols that were asked for, by name, and their numbers.
-        problems: what was wrong with the callable's answers; the default stands for these.
+        used: the number of each symbol that was needed, by name.
+        problems: errors of the callable, each replaced by the default.
     """
 
     def __init__(self, given: GivenHints = None) -> None:
@@ -54,20 +59,23 @@ class SizeHints:
 
     @staticmethod
     def of(given: SizeHints | GivenHints) -> SizeHints:
-        """``given``, made into one where it is none."""
+        """Return ``given`` as size hints."""
         return given if isinstance(given, SizeHints) else SizeHints(given)
 
     def __call__(self, size: Any) -> int:
-        """``size`` as a number of at least 0."""
+        """Return ``size`` as a number of at least 0."""
         if isinstance(size, int):
             return size
         try:
             return max(0, size_with(size, self._number))
         except (ArithmeticError, TypeError, ValueError):
-            return DEFAULT  # such as for a division by a symbol taken as 0
+            return DEFAULT  # for instance a division by a symbol whose number is 0
 
     def concrete(self, value: Any) -> Any:
-        """``value``; of a tensor with symbolic sizes, one on the meta device with numbers."""
+        """Replace symbolic sizes in ``value`` by numbers.
+
+        A tensor with symbolic sizes becomes one on the meta device.
+        """
         if isinstance(value, torch.SymInt):
             return self(value)
         if isinstance(value, (list, tuple)):
@@ -93,13 +101,13 @@ class SizeHints:
         try:
             number = self.given(symbol)
             check_size_hints(number)
-        except Exception as error:  # a compile must not be lost over an estimate
+        except Exception as error:  # an estimate must not fail the compile
             self.problems.append(f"size_hints({symbol}): {type(error).__name__}: {error}")
             return None
         return None if callable(number) else number
 
     def to_text(self) -> str:
-        """The numbers taken for symbols, in one line; empty where there were none."""
+        """Format the numbers used for symbols in one line; empty without symbols."""
         if not self.used:
             return ""
         by_number: dict[int, list[str]] = {}

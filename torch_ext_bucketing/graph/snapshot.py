@@ -1,8 +1,9 @@
-"""A graph as it was, to go back to when something fails on the way, or a caller's hook, which must
-not change the graph or communicate, does so.
+"""Restore a graph after an error, or after a hook that changed it.
 
-with unchanged_on_error(graph):
-    ...  # what raises leaves the graph as it was here, node for node
+::
+
+    with unchanged_on_error(graph):
+        ...  # an exception restores the graph, node for node
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Saved(NamedTuple):
     meta: dict[str, Any]
 
     def is_other(self, node: fx.Node) -> bool:
-        """Whether ``node`` is another call than it was."""
+        """Return whether the node's operator, name, target or arguments have changed."""
         same = (self.args is node.args, self.kwargs is node.kwargs, self.target is node.target)
         return not all(same) or (self.op, self.name) != (node.op, node.name)
 
@@ -35,11 +36,11 @@ class _Saved(NamedTuple):
 class Snapshot:
     """The nodes of a graph in order, each with its operator, arguments, users and metadata.
 
-    Holds references only: arguments are replaced in ``fx``, never changed, so two are the same
-    where they are one object. Of the metadata one level is kept.
+    Metadata is copied one level deep.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
+        # ``fx`` replaces arguments and never modifies them, so references are enough.
         self._graph = graph
         self._saved = {
             n: _Saved(
@@ -49,22 +50,24 @@ class Snapshot:
         }
 
     def difference(self) -> str:
-        """Name the first node that is new or gone, moved, or another call, metadata aside; empty
-        without one."""
+        """Return the name of the first node that differs, metadata aside; empty without one."""
         for node, was in itertools.zip_longest(self._graph.nodes, self._saved):
             if node is not was or self._saved[node].is_other(node):
                 return str((node or was).name)
         return ""
 
     def restore(self) -> None:
-        """Make the graph what it was. A node that was erased since comes back as a new object with
-        the old name; all others are the same objects."""
+        """Restore the graph.
+
+        All nodes are the same objects as before, except that a node that was erased comes back as a
+        new object with the old name.
+        """
         graph = self._graph
         there = dict.fromkeys(graph.nodes)
         extra = [n for n in there if n not in self._saved]
         for node in there:
             if node not in self._saved or self._saved[node].is_other(node):
-                node.args, node.kwargs = (), {}  # so that nobody uses what goes
+                node.args, node.kwargs = (), {}  # so that no node uses the ones to be erased
         for node in extra:
             graph.erase_node(node)
         now = {
@@ -92,7 +95,7 @@ class Snapshot:
 
 @contextlib.contextmanager
 def unchanged_on_error(graph: fx.Graph) -> Iterator[None]:
-    """Put the graph back to what it was where something is raised inside, and let that go on."""
+    """Restore the graph if the block raises, and raise on."""
     snapshot = Snapshot(graph)
     try:
         yield
@@ -114,16 +117,23 @@ class _NoCollectives(TorchDispatchMode):
     ) -> Any:
         if func.namespace in _NAMESPACES:
             raise RuntimeError(
-                f"{self._what} called the collective {func}, which waits for ranks that may be "
-                "compiling something else or nothing at all: communicate before compiling"
+                f"{self._what} called the collective {func}, which waits for ranks that may not be "
+                "compiling this graph: communicate before compiling"
             )
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
-    """Those of ``hooks`` that are callables may read ``graph`` inside, and write metadata. A
-    RuntimeError where one changed the graph, which was put back, or called a collective."""
+    """Call hooks in the block that may read ``graph`` and write metadata, but nothing else.
+
+    Args:
+        graph: the graph.
+        hooks: the hooks by name. Values that are not callable are ignored.
+
+    Raises:
+        RuntimeError: a hook changed the graph, which is restored, or called a collective.
+    """
     what = " or ".join(name for name, hook in hooks.items() if callable(hook))
     if not what:
         yield
@@ -139,7 +149,7 @@ def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
     if difference:
         snapshot.restore()
         raise RuntimeError(
-            f"{what} changed the graph ({difference}); it may only read it. The graph was put back"
+            f"{what} changed the graph ({difference}); it may only read it. The graph was restored"
         ) from failed
     if failed is not None:
         raise failed

@@ -1,8 +1,8 @@
-"""A collective's tag: its kind and the parameters (FQNs) whose bytes it moves.
+"""Read and write tags: a collective's kind and the parameters (FQNs) whose bytes it moves.
 
-Tags are made on the joint graph (:mod:`.fsdp.tag_graph`) and stored in ``node.meta["custom"]``.
-That dictionary is copied by the partitioners, by recomputation and by Inductor's passes, and
-torch's bucketing collects it from every member of a bucket, so a tag can be read ever after.
+Tags are set on the joint graph (:mod:`.fsdp.tag_graph`) and stored in ``node.meta["custom"]``.
+Partitioners, recomputation and Inductor's passes copy that dictionary, and torch's bucketing
+collects it from every member of a bucket, so tags survive all of these.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Tag:
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        fqns: canonical FQNs of the parameters in it; more than one for fused weights.
+        fqns: canonical FQNs of the parameters; several for fused weights.
 
     Raises:
-        ValueError: an unknown kind, no FQN, or one that is no string.
+        ValueError: an unknown kind, no FQN, or an FQN that is not a string.
     """
 
     kind: Kind
@@ -46,20 +46,20 @@ class Tag:
 
 
 def set_tag(node: fx.Node, tag: Tag, home_group: str | None = None) -> None:
-    """Tag a collective by hand.
+    """Tag a collective.
 
     Args:
         node: its start.
         tag: its kind and parameters.
-        home_group: over which a gather's parameter is sharded, where the gather itself runs in a
+        home_group: the process group that shards the parameter, for an all-gather that runs in a
             smaller group (:mod:`.rewrites.reshard_to`).
 
     Raises:
-        ValueError: ``node`` is no collective, or one of another kind than the tag's.
+        ValueError: ``node`` does not start a collective of the tag's kind.
     """
     kind = kind_of(node)
     if kind != tag.kind:
-        what = "no collective" if kind is None else f"{'a' if kind[0] == 'r' else 'an'} {kind}"
+        what = "not a collective" if kind is None else f"{'a' if kind[0] == 'r' else 'an'} {kind}"
         raise ValueError(f"can't tag {node.name} as {tag.kind}: it is {what}")
     _note(node, _TAG_KEY, (tag.kind, *tag.fqns))
     if home_group is not None:
@@ -67,32 +67,36 @@ def set_tag(node: fx.Node, tag: Tag, home_group: str | None = None) -> None:
 
 
 def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
-    """Record a bucket's members, in payload order, on its start (for whoever merged them)."""
+    """Record the tags of a bucket's members on its start, in payload order."""
     _note(start, _MEMBERS_KEY, tuple(None if t is None else (t.kind, *t.fqns) for t in tags))
 
 
 def home_group(start: fx.Node) -> str:
-    """The process group that a parameter is sharded over, also where it is gathered in another."""
+    """Return the process group that shards a collective's parameter.
+
+    It differs from the collective's own group for an all-gather in a smaller group.
+    """
     return _noted(start, _HOME_KEY) or group_name(start)
 
 
 def mark_replaced(start: fx.Node) -> None:
-    """Keep the tags of a reduction whose node is to start a collective of another kind that does
-    its work, such as an all-to-all."""
+    """Keep a reduction's tags, before its node becomes another collective such as an all-to-all."""
     _note(start, _REPLACES_KEY, kind_of(start))
 
 
 def replaced_kind(node: fx.Node) -> Kind | None:
-    """The kind of a collective as its tags have it: that of the reduction whose work it does
-    (:func:`mark_replaced`), else its own; None for any other node."""
+    """Return a collective's kind for its tags; None for other nodes.
+
+    For a collective that replaces a reduction (:func:`mark_replaced`) this is the reduction's kind.
+    """
     return (_noted(node, _REPLACES_KEY) or kind_of(node)) if is_collective(node) else None
 
 
 def tag_of(node: fx.Node) -> Tag | None:
-    """The tag of a collective's start; None for any other node and for an untagged collective.
+    """Return the tag of a collective's start; None for other nodes and for untagged collectives.
 
-    For a bucket: all its members' FQNs, in payload order where this package merged it and in the
-    order of the members otherwise. None as soon as one member has none.
+    A bucket's tag has the FQNs of all its members, in payload order if this package merged it, else
+    in the members' order. A bucket with an untagged member has no tag.
     """
     tags = member_tags(node)
     if not tags or len(tags) < member_count(node):
@@ -101,24 +105,25 @@ def tag_of(node: fx.Node) -> Tag | None:
 
 
 def member_tags(start: fx.Node) -> tuple[Tag, ...]:
-    """The tags of a bucketed collective's members, in payload order where known, those without one
-    left out. A collective that is no bucket is its own only member; other nodes have none."""
+    """List the tags of a bucket's members, without untagged ones, in payload order if known.
+
+    A collective that is not a bucket is its own only member. Other nodes have none.
+    """
     return tuple(m for m in _members(start) if m is not None)
 
 
 def member_count(start: fx.Node) -> int:
-    """The number of collectives that were merged into this one; 1 for one that is no bucket."""
+    """Count the collectives that were merged into this one; 1 if it is not a bucket."""
     return len(_members(start))
 
 
 def is_bucket(node: fx.Node) -> bool:
-    """True for a collective that came of merging several, by this package or by torch."""
+    """Return whether this package or torch made a collective by merging several."""
     return _noted(node, _MEMBERS_KEY) is not None or _SOURCES_KEY in node.meta
 
 
 def _members(node: fx.Node) -> list[Tag | None]:
-    """The tags of those that became one collective, or its own; a tag of another kind was copied
-    from another node along with the rest of the metadata, and is none."""
+    """List the tags of a bucket's members, or of a collective that is not a bucket itself."""
     kind = replaced_kind(node)
     if kind is None:
         return []
@@ -126,11 +131,12 @@ def _members(node: fx.Node) -> list[Tag | None]:
     if found is None:
         sources = node.meta.get(_SOURCES_KEY, [node.meta.get("custom")])
         found = [(custom or {}).get(_TAG_KEY) for custom in sources]
+    # A tag of another kind came from another node, along with a copy of its metadata.
     return [Tag(kind, tuple(t[1:])) if t is not None and t[0] == kind else None for t in found]
 
 
 def _note(node: fx.Node, key: str, value: object) -> None:
-    # A fresh dictionary: tracing shares one ``custom`` dictionary between many nodes.
+    # A new dictionary, since tracing shares one ``custom`` dictionary between many nodes.
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
 
 

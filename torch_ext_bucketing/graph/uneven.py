@@ -1,19 +1,19 @@
-"""Where the graphs of two ranks differ: parameters whose rows do not divide evenly.
+"""Find the nodes that differ between ranks: shards of parameters whose rows do not divide evenly.
 
 The last ranks have fewer rows, or none. They pad a shard before it is gathered, and cut gradients::
 
     rank 0    w [3] -> to bf16 ----------> all_gather      reduce_scatter -> wait ----------> output
     rank 1    w [2] -> to bf16 -> pad 1 -> all_gather      reduce_scatter -> wait -> [0:2] -> output
 
-All ranks have to decide alike all the same. So in a graph with such parameters, and in no other, no
-decision depends on what a rank does with its own shards:
+All ranks still must decide alike. So if a graph has such parameters, estimates ignore how a rank
+handles its own shards:
 
-- it takes no time;
-- a shard counts as many bytes as the largest rank's: the rows after the pad, or before the cut;
-- copies between a shard and its gather count nothing, except where a pad stands in between.
+- The nodes take no time.
+- A shard has the bytes of the largest rank's: the rows after the pad, or before the cut.
+- Copies between a shard and its gather have no bytes, except before a pad.
 
-Every rank can tell, also one whose own shards are full: gathered parameters are cut, and gradients
-are padded before they are reduced, on all of them.
+Ranks with full shards find such parameters, too, since all ranks cut gathered parameters and pad
+gradients before they are reduced.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _Elements = Callable[[fx.Node], int]
 
 @dataclass(frozen=True)
 class ShardSide:
-    """The nodes of a graph that may be different on other ranks. None where all shards are even.
+    """The nodes of a graph that may be different on other ranks; none if all shards are even.
 
     Args:
-        nodes: those that only handle this rank's shards, inputs of the graph included: what stands
-            before gathers without computation, and behind reductions up to the outputs.
-        elements: per node, how many the largest rank has of its parameter or its gradient. Without
-            an entry: what not every rank copies, and inputs that nothing uses.
+        nodes: the nodes that only handle this rank's shards, inputs included: those before gathers
+            without computation, and those between reductions and the outputs.
+        elements: maps nodes to the number of elements that the largest rank has of the parameter or
+            gradient. Nodes that only some ranks have, and unused inputs, have no entry.
     """
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
@@ -49,7 +49,10 @@ class ShardSide:
 
 
 def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
-    """Find them in a graph; ``hints`` are for :attr:`ShardSide.elements` alone."""
+    """Find the nodes of a graph that may be different on other ranks.
+
+    ``hints`` only affect :attr:`ShardSide.elements`.
+    """
 
     def elements(node: fx.Node) -> int:
         value = node.meta.get("val")
@@ -60,8 +63,8 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
     starts = [n for n in nodes if kind_of(n) is not None]
     if not any(map(_is_uneven, starts)):
         return ShardSide()
-    free: dict[fx.Node, bool] = {}  # needs neither computation nor communication
-    reduced: dict[fx.Node, None] = {}  # comes out of a reduction alone
+    free: dict[fx.Node, bool] = {}  # depends on neither computation nor communication
+    reduced: dict[fx.Node, None] = {}  # made from the result of one reduction alone
     for node in nodes:
         inputs = node.all_input_nodes
         if node.op != "call_function":
@@ -82,14 +85,14 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
             user.op == "output" or ours.get(user) or kind_of(user) == "all_gather"
             for user in node.users
         )
-    # What a gather writes to is as large on every rank, and larger than a shard.
+    # A gather's output buffer has the same size on every rank.
     buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
     found = {n: None for n in nodes if ours[n] and n not in buffers}
     return ShardSide(found, _parameters(found, elements) | _gradients(found, reduced, elements))
 
 
 def _parameters(ours: dict[fx.Node, None], elements: _Elements) -> dict[fx.Node, int]:
-    """Elements of each input at its largest on the way to where it is packed or gathered."""
+    """Map each input to its largest number of elements on the way to its pack or gather."""
     largest: dict[fx.Node, int] = {}
     for node in reversed(ours):
         onwards = (user for user in node.users if _is_pad(user) or _one_to_one(user, elements))
@@ -100,7 +103,7 @@ def _parameters(ours: dict[fx.Node, None], elements: _Elements) -> dict[fx.Node,
 def _gradients(
     ours: dict[fx.Node, None], reduced: dict[fx.Node, None], elements: _Elements
 ) -> dict[fx.Node, int]:
-    """Elements of each gradient before it is cut."""
+    """Map each gradient to its number of elements before it is cut."""
     whole: dict[fx.Node, int] = {}
     for node in ours:
         if node in reduced:
@@ -112,15 +115,17 @@ def _gradients(
 
 
 def _one_to_one(node: fx.Node, elements: _Elements) -> bool:
-    """Whether ``node`` has the elements of its one input, in another shape or dtype."""
+    """Return whether ``node`` has the elements of its only input, in another shape or dtype."""
     if len(node.all_input_nodes) != 1 or not is_move(node):
         return False
     return elements(node) == elements(node.all_input_nodes[0])
 
 
 def _is_uneven(start: fx.Node) -> bool:
-    """Whether a gather's result is cut, or a gradient filled up to be reduced, each by less than
-    one row per rank: alone or in a bucket, on every rank."""
+    """Return whether a gather's result is cut, or a gradient padded to be reduced.
+
+    Less than one row per rank is cut, alone or in a bucket. All ranks find the same.
+    """
     kind = kind_of(start)
     if kind == "all_gather":
         stack = [start]
@@ -143,19 +148,20 @@ def _is_uneven(start: fx.Node) -> bool:
 
 
 def _is_cut(node: fx.Node) -> bool:
-    """Whether ``node`` takes the first rows of something."""
+    """Return whether ``node`` slices the first rows of its input."""
     return node.target is _aten.slice.Tensor and (*node.args, 0, 0)[1:3] == (0, 0)
 
 
 def _is_pad(node: fx.Node) -> bool:
-    """Whether ``node`` fills something up, with zeros that are made of nothing."""
+    """Return whether ``node`` pads its input, or concatenates it with a new tensor."""
     if node.target is _aten.cat.default:
         return any(not n.all_input_nodes and n.op == "call_function" for n in node.all_input_nodes)
     return node.target is _aten.constant_pad_nd.default
 
 
 def _misses_rows(whole: fx.Node, cut: fx.Node, fewer_than: int) -> bool:
+    """Return whether ``cut`` has fewer rows than ``whole``, but not by ``fewer_than`` or more."""
     before, after = (n.meta["val"].shape[0] for n in (whole, cut))
     if not isinstance(before, int) or not isinstance(after, int):
-        return False  # an activation: a parameter's sizes are numbers
+        return False  # an activation; a parameter's sizes are numbers
     return 0 < before - after < fewer_than

@@ -1,7 +1,7 @@
-"""Writes to tensors, and which nodes may share memory: what a graph's edges do not say.
+"""Find writes to tensors and nodes that may share memory, which a graph's edges do not show.
 
-Read from the operators' schemas. :mod:`.contraction` keeps merging from moving nodes past a write,
-and :mod:`.dependencies` keeps reordering from it.
+Both are read from the operators' schemas. :mod:`.contraction` prevents merging from moving nodes
+past a write, :mod:`.dependencies` prevents reordering from it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from .collectives import is_collective
 
 
 class Writes:
-    """The nodes of a graph, in topological order, that write to tensors, and which share memory.
+    """Writes and aliases among the nodes of a graph.
+
+    Args:
+        nodes: in topological order.
 
     Attributes:
-        roots: by node, those whose memory it may be; empty, as ``aliases``, where nothing writes.
-        aliases: the reverse.
-        by_writer: the roots that each writer writes to, if only by way of a view.
+        roots: maps each node to the nodes whose memory it may share. Empty if no node writes.
+        aliases: maps each of these to the nodes that may share its memory.
+        by_writer: maps each writer to the roots that it writes to, directly or through a view.
+        written: all roots that are written to.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
@@ -46,11 +50,12 @@ class Writes:
 
     @functools.cached_property
     def unordered(self) -> list[fx.Node]:
-        """The writers that are not ordered against the tensor's readers by edges.
+        """The writers that edges do not order against all other readers of the tensor.
 
-        A write is ordered where every other node that touches the tensor leads to it by views
-        alone, or gets the tensor from it, as with the output buffer of a bucketed all-gather. A
-        collective may lead to it by way of anything; a cast may not: a bucket casts on its own::
+        Edges order a write if every other node that touches the tensor either leads to the write
+        through views alone, or reads the write's result, as for the output buffer of a bucketed
+        all-gather. A collective may lead to the write through any nodes; a cast may not, since a
+        bucket casts its inputs again::
 
             empty -> slice -> copy_ -> all_gather_into_tensor_out(out=empty) -> wait -> view
             mm -> all_reduce(mm) -> wait -> copy_(mm, wait) -> add
@@ -63,8 +68,10 @@ class Writes:
         ]
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether a node, later or earlier, writes to the memory of ``node``; by way of another
-        alias only where some write is unordered."""
+        """Return whether any node of the graph writes to the memory of ``node``.
+
+        Writes through other aliases count only if the graph has unordered writes.
+        """
         roots = self.roots.get(node, ()) if self.unordered else (node,)
         return not self.written.isdisjoint(roots)
 
@@ -103,7 +110,7 @@ def _leads_to(node: fx.Node, later: fx.Node, position: dict[fx.Node, int]) -> bo
 
 
 def _schema_values(node: fx.Node, *, writes: bool) -> list[fx.Node]:
-    """Inputs that the schema says are written to, or else those that the result may alias."""
+    """List the inputs that a node's schema marks as written, or those that its result may alias."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
     schema, values = node.target._schema, list[fx.Node]()
@@ -121,8 +128,8 @@ def _schema_values(node: fx.Node, *, writes: bool) -> list[fx.Node]:
 
 
 def written_values(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a node writes to."""
-    # The one higher-order operator that AOTAutograd leaves unfunctionalized in the end.
+    """List the inputs that a node writes to."""
+    # The only higher-order operator that still writes to its inputs after AOTAutograd.
     if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":
         return node.all_input_nodes
     return _schema_values(node, writes=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..graph.collectives import COLLECTIVES
-
 
 def change(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    # Imports torch, which the command line does without until a command runs.
+    from ..graph.collectives import COLLECTIVES
+
     kinds = [k for k in COLLECTIVES if before.get(k) or after.get(k)]
     if not kinds:
         return "no collectives"

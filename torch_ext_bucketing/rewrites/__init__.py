@@ -1,1 +1,1 @@
-"""Rewrites of the tagged joint graph that change how often, and in which order, ranks reduce."""
+"""Rewrites of the tagged joint graph that give it eager FSDP2's arithmetic and process groups."""

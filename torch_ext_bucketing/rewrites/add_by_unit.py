@@ -1,6 +1,6 @@
-"""The pass that has the gradients of an activation added unit by unit, as eager FSDP2 does.
+"""Add the gradients of an activation unit by unit, as eager FSDP2 does.
 
-:mod:`.fsdp.unit_inputs` has autograd do it; here the views that this takes are dropped.
+The views that :mod:`.fsdp.unit_inputs` puts in make autograd do so. The pass removes them again.
 """
 
 from __future__ import annotations
@@ -24,34 +24,71 @@ from ..fsdp.units import UnitSpec
 from ..graph.moves import keeps_values
 from ..graph.unwrap import GraphLike, graph_of
 from ..passes.base import GraphPass, Stage
-from ..reports.rewrites import AddedByUnit, AddReport
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
 
 if TYPE_CHECKING:
     from ..passes.compilation import Compilation
 
 
+@dataclass(frozen=True)
+class AddedByUnit:
+    """An activation whose gradients are added unit by unit.
+
+    Args:
+        node: name of the node that computes it.
+        module: FQN of the module of that node, if known.
+        sums: number of units whose sum is added where autograd would add use by use.
+    """
+
+    node: str
+    module: str | None
+    sums: int
+
+
+@dataclass(frozen=True)
+class AddReport(RewriteReport):
+    """The result of :class:`.AddByUnit` on one graph.
+
+    ``added`` has the activations whose gradients are added in another order now, in backward order.
+    """
+
+    rewrite = heading = "added by unit"
+    added: tuple[AddedByUnit, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        return [
+            f"gradients of {a.node}{f', made in {a.module}' if a.module else ''}: {a.sums} sums"
+            for a in self.added
+        ]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class AddByUnit(GraphPass):
-    """Add the gradients of an activation that several units read unit by unit, as eager FSDP2 does:
-    of cross-attention, skip connections, a position bias that is trained and shared. Without this,
-    a compiled model adds use by use, and has other bits upstream of such an activation.
+    """Add the gradients of an activation that several units read unit by unit, as eager FSDP2 does.
 
-    A backend with this pass puts a hook on the units' modules (:mod:`.fsdp.unit_inputs`): make the
-    backend before the model is traced. The hooks stay, and change no value but by the order of
-    these sums. What several graphs read is added graph by graph: where the order of the additions
-    is then another, as of a unit with a graph break, there is an :class:`AddedByGraphWarning`::
+    Examples are cross-attention, skip connections, and a trained position bias that layers share.
+    Without this pass, a compiled model adds use by use, which changes the bits of all gradients
+    upstream of such an activation.
+
+    A backend with this pass registers hooks on the units' modules (:mod:`.fsdp.unit_inputs`), so
+    create the backend before the model is traced. The hooks stay, and change nothing but the order
+    of these sums. If several graphs read an activation, each graph adds its own gradients first.
+    Where that changes the order, for instance because a unit has a graph break, there is an
+    :class:`AddedByGraphWarning`::
 
         x is read by units a and b in one graph, by c in a later one, and made before both
         eager FSDP2       (c + b) + a
         two graphs        c + (b + a)
 
     Args:
-        model: whose units they are. It is not kept alive.
-        units: the modules of each ``fully_shard`` call, in the order of the calls, as of
+        model: the model. The pass does not keep it alive.
+        units: the modules of each ``fully_shard`` call, in the order of the calls, like those of
             :meth:`.FSDPParamOrder.from_model`.
 
     Raises:
-        TypeError, ValueError: units that don't fit, as of :meth:`.FSDPParamOrder.from_model`.
+        TypeError, ValueError: wrong units; see :meth:`.FSDPParamOrder.from_model`.
     """
 
     stage: ClassVar[Stage] = "joint"
@@ -62,7 +99,7 @@ class AddByUnit(GraphPass):
         init=False, default_factory=weakref.WeakValueDictionary
     )
     _names: tuple[str, ...] = field(init=False)
-    # By activation, the units in the graph that added up several of its gradients.
+    # Maps an activation to the units of the graph that added several of its gradients.
     _summed: MutableMapping[torch.Tensor, tuple[str, ...]] = field(
         init=False, default_factory=WeakTensorKeyDictionary
     )
@@ -78,17 +115,19 @@ class AddByUnit(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
-        self._look(g, compilation)
+        self._warn_of_split_sums(g, compilation)
         views = {n: n.all_input_nodes[0] for n in g.nodes if is_unit_input(n) and keeps_values(n)}
         compilation.report.rewrites.append(AddReport(tuple(_added(views))))
         for view in views:
-            view.replace_all_uses_with(_behind(view, views), lambda user: user.op != "output")
+            view.replace_all_uses_with(_source(view, views), lambda user: user.op != "output")
             if not view.users:
                 g.erase_node(view)
 
-    def _look(self, g: fx.Graph, compilation: Compilation) -> None:
-        """Warn of activations that this graph reads, whose gradients a graph before adds up on its
-        own. Forward runs through graphs as they are compiled, and backward the other way."""
+    def _warn_of_split_sums(self, g: fx.Graph, compilation: Compilation) -> None:
+        """Warn of activations with gradients in this graph and a sum of others in an earlier one.
+
+        Forward runs the graphs in the order of their compiles, backward in reverse.
+        """
         gradients = {
             descriptors.plain_index(descriptors.base_input(of)): value
             for output in g.find_nodes(op="output")
@@ -106,9 +145,9 @@ class AddByUnit(GraphPass):
                     f"the gradients of {name!r}, an input of unit "
                     f"{format_names(dict.fromkeys(self._summed[x] + here)) or '(none)'}, are added "
                     "graph by graph: several in an earlier graph, others in this one. Eager FSDP2 "
-                    "adds one after the other, so weights are not eager FSDP2's bit for bit. Mend "
-                    "the graph break between the two (torch.compile(..., fullgraph=True) says "
-                    "where it is)",
+                    "adds one after the other, so weights are not eager FSDP2's bit for bit. "
+                    "Remove the graph break between the two (torch.compile(..., fullgraph=True) "
+                    "shows where it is)",
                     AddedByGraphWarning,
                 )
             elif _is_sum(gradients[index]):
@@ -118,7 +157,7 @@ class AddByUnit(GraphPass):
         return f"AddByUnit(model, {self.units!r})"
 
     def settings(self) -> tuple[object, ...]:
-        """The units, and the modules with hooks."""
+        """Return the units, and the modules with hooks."""
         return (self._units.units, self._names)
 
 
@@ -127,30 +166,32 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _added(views: Mapping[fx.Node, fx.Node]) -> Iterator[AddedByUnit]:
-    """The activations of which the sum of a unit is added to what came before it, where without
-    units each of its gradients would have been.
+    """Yield the activations whose gradients are added in another order than use by use.
+
+    A sum of one unit's gradients is added to earlier gradients of these activations.
 
     Args:
-        views: those of units' inputs, and of their gradients, by what each is a view of.
+        views: maps the views of units' inputs and of their gradients to what each is a view of.
     """
     inputs: dict[object, fx.Node] = {}
     sums: dict[fx.Node, int] = {}
     for view in views:
         source = inputs.setdefault(view.meta.get("seq_nr"), view)
-        if source is view or not _is_sum(_behind(view, views)):
-            continue  # in forward, or one gradient alone
+        if source is view or not _is_sum(_source(view, views)):
+            continue  # a view in forward, or one of a single gradient
         after = [view]
-        for node in after:  # of the same activation, units around this one
+        for node in after:  # nested units have views of the same activation
             after += [user for user in node.users if user in views]
         if any(_is_sum(user) and user.args[1] is node for node in after for user in node.users):
-            activation = _behind(source, views)
+            activation = _source(source, views)
             sums[activation] = sums.get(activation, 0) + 1
     for activation, number in sums.items():
         stack = list((activation.meta.get("nn_module_stack") or {}).values())
         yield AddedByUnit(activation.name, module_path(stack[-1][0]) if stack else None, number)
 
 
-def _behind(node: fx.Node, views: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _source(node: fx.Node, views: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Return the node that a chain of views begins at."""
     while node in views:
         node = views[node]
     return node

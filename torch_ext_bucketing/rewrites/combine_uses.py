@@ -1,8 +1,9 @@
-"""One gather and one reduction per parameter, as eager FSDP2 has them.
+"""Gather and reduce each parameter once per step, as eager FSDP2 does.
 
-A traced graph has one of each per *use* of a parameter: for a weight that is read twice in one
-``forward``, for tied weights, for a head that is called per chunk of a loss. Eager FSDP2 gathers
-once, lets autograd add the gradients of all uses on the full parameter, and reduces the sum::
+A traced graph has one all-gather and one reduction per *use* of a parameter: for a weight that one
+``forward`` reads twice, for tied weights, for a head that runs once per chunk of the loss. Eager
+FSDP2 gathers once, lets autograd add the gradients of all uses on the full parameter, and reduces
+the sum::
 
     w -> ag -> wait -> mm                         w -> ag -> wait -> mm
     w -> ag -> wait -> mm                                        \\-> mm
@@ -15,9 +16,9 @@ once, lets autograd add the gradients of all uses on the full parameter, and red
                                       |                                         |
                                   gradient                                  gradient
 
-The sum is taken in the dtype that the parameter is gathered in, and in the order in which
-autograd's engine receives the gradients: that of the nodes that make them, as the joint graph is
-recorded while autograd runs. ``((g3 + g2) + g1)``, whichever of them came through one read.
+The sum has the dtype of the gathered parameter. Its terms keep the order of the gradients' arrival
+in autograd's engine. That is the order of their nodes, since the joint graph is recorded while
+autograd runs: ``((g3 + g2) + g1)``, whether or not some of them came through one read.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
 from ..fsdp.chains import in_other_form
 from ..graph.analysis import GraphAnalysis
-from ..graph.calls import call, contiguous_copy, nodes_behind
+from ..graph.calls import ancestors, call, contiguous_copy
 from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
-from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, outside_reader
+from ..graph.regions import Cut, StructuralIds, cuts_before, erase_unused, outside_reader
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
@@ -48,7 +49,8 @@ from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
 from ..passes.facts import Tags
 from ..reports.base import Cause, LeftAlone
-from ..reports.rewrites import CombinedUses, CombineReport
+from ..reports.rewrites import RewriteReport
+from ..reports.text import size_text
 
 if TYPE_CHECKING:
     from ..passes.compilation import Compilation
@@ -56,14 +58,61 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class CombinedUses:
+    """A parameter, or several that are gathered as one, with fewer collectives.
+
+    Args:
+        gathers: number of all-gathers, before and after.
+        reductions: number of reductions, before and after.
+        added_dtype: dtype of the sum of the gradients; None if there was nothing to add.
+        saved_bytes: larger side of each collective that is gone.
+    """
+
+    fqns: tuple[str, ...]
+    gathers: tuple[int, int]
+    reductions: tuple[int, int]
+    added_dtype: str | None
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class CombineReport(RewriteReport):
+    """The result of :class:`.CombineUses` on one graph.
+
+    Args:
+        left: parameters whose uses are gathered or reduced one by one. Gradients that are reduced
+            one by one do not match eager FSDP2's bit for bit.
+    """
+
+    rewrite = "combine uses"
+    heading = "uses combined"
+    combined: tuple[CombinedUses, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        lines = []
+        for c in self.combined:
+            parts = []
+            if c.gathers[0] != c.gathers[1]:
+                parts.append(f"{c.gathers[0]} gathers -> {c.gathers[1]}")
+            if c.reductions[0] != c.reductions[1]:
+                parts.append(
+                    f"{c.reductions[0]} reductions -> {c.reductions[1]}, added in {c.added_dtype}"
+                )
+            parts.append(f"saves {size_text(c.saved_bytes)}")
+            lines.append(f"{', '.join(c.fqns)}: {'; '.join(parts)}")
+        return lines
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class CombineUses(GraphPass):
-    """One gather and one reduction per parameter and step, as eager FSDP2 has them, with its bits
-    and fewer bytes on the network; see :mod:`.rewrites.combine_uses`.
+    """Gather and reduce each parameter once per step, as eager FSDP2 does.
 
-    A parameter is left alone where something writes to it, or to what is gathered or reduced of it,
-    between its uses; where its uses are reduced in different ways; and where something else reads
-    what is to be replaced. The report names it and says why.
+    Weights get eager FSDP2's bits, and fewer bytes cross the network; see
+    :mod:`.rewrites.combine_uses`. A parameter is left alone if a node writes to it, to its gathered
+    values or to its gradients between its uses, if its uses are reduced in different ways, or if
+    another node reads what would be replaced. The report gives the reason.
     """
 
     stage: ClassVar[Stage] = "joint"
@@ -74,7 +123,7 @@ class CombineUses(GraphPass):
 
 
 def combine_uses(graph: fx.Graph) -> CombineReport:
-    """:class:`CombineUses` on a tagged joint or inference graph in topological order."""
+    """Run :class:`CombineUses` on a tagged joint or inference graph in topological order."""
     combined: list[CombinedUses] = []
     left: list[LeftAlone] = []
     with unchanged_on_error(graph):
@@ -88,13 +137,13 @@ def combine_uses(graph: fx.Graph) -> CombineReport:
 
 
 def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:
-    """The parameters with several gathers or several reductions over one group, in graph order."""
+    """List the parameters with several collectives of one kind and group, in graph order."""
     tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
     return list(dict.fromkeys(tag.fqns for (tag, _), count in Counter(tags).items() if count > 1))
 
 
 def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses], list[LeftAlone]]:
-    """Combine the uses of one parameter; return what was done, and what was left alone."""
+    """Combine the uses of one parameter; return what was done and what was left alone."""
     if not Writes(graph.nodes).unordered:
         _share_forms(graph, _gathers(_serving(graph, fqns)))
     mine = _serving(graph, fqns)
@@ -105,13 +154,13 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
 
     mergeable, kept = _same_gathers(fqns, gathers, facts) if len(gathers) > 1 else ([], [])
     plan: dict[fx.Node, Cut] = {}
-    # Gradients of what a parameter was before a write and after it are not those of one value.
+    # The parameter's values before a write and after it have different gradients.
     if tree.uses and not any(x.cause is Cause.WRITTEN for x in kept):
         plan, reason = _plan_reduction(tree, gathers, facts)
         if reason:
             kept.append(LeftAlone(fqns, reason))
 
-    # A parameter may be looked at and not read: torch drops such a gather, nothing is saved.
+    # torch drops a gather whose result no kernel reads, so sharing it saves nothing.
     read = [n for n in gathers if _is_read(n)]
     left = len(read)
     for first, *others in mergeable:
@@ -124,7 +173,7 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
             erase_unused([wait])
     dtype = None
     if plan:
-        dtype = _name(next(iter(plan.values())).node.meta["val"].dtype)
+        dtype = _dtype_name(next(iter(plan.values())).node.meta["val"].dtype)
         saved += _reduce_once(graph, tree, plan, facts.position)
     if plan or mergeable:
         sort_topologically(graph)
@@ -136,7 +185,7 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
 
 
 def _serving(graph: fx.Graph, fqns: tuple[str, ...]) -> list[fx.Node]:
-    """The collectives of these parameters."""
+    """List the collectives that serve exactly these parameters."""
     return [n for n in graph.nodes if (tag := tag_of(n)) is not None and tag.fqns == fqns]
 
 
@@ -150,31 +199,31 @@ def _gathers(starts: Sequence[fx.Node]) -> list[fx.Node]:
 def _same_gathers(
     fqns: tuple[str, ...], gathers: Sequence[fx.Node], facts: GraphAnalysis
 ) -> tuple[list[list[fx.Node]], list[LeftAlone]]:
-    """Group gathers of the same value, two or more each; also return what is left alone."""
+    """Group the gathers of equal values, two or more each; also return what is left alone."""
     left: list[LeftAlone] = []
     position, writes = facts.position, facts.writes
-    structures = Structures(position)
+    structures = StructuralIds(position)
     groups: dict[Any, list[fx.Node]] = {}
     epochs: dict[fx.Node, dict[int, None]] = {}
     for start in gathers:
         wait = only_wait(start)
         if "out" in start.kwargs or wait is None:
-            reason = f"{start.name} is read by other nodes than one wait"
+            reason = f"nodes other than one wait read {start.name}"
             left.append(LeftAlone(fqns, reason))
             continue
         if writes.is_written(start) or writes.is_written(wait):
-            reason = f"a node writes to what {start.name} gathers"
+            reason = f"a node writes to the result of {start.name}"
             left.append(LeftAlone(fqns, reason, cause=Cause.WRITTEN))
             continue
-        source, number = structures.from_source(start.all_input_nodes[0])
-        # How many writes to the source stand before each node that leads from it to the gather:
-        # one number, but where the source is read before a write and gathered after it.
+        source, structure = structures.from_source(start.all_input_nodes[0])
+        # The epoch is the number of writes to the source that precede the gather. If a write lies
+        # between the nodes that lead to the gather, the gather gets an epoch of its own.
         written_at = [position[write] for write in _writes_to(source.node, writes)]
         before = {bisect(written_at, position[n]) for n in (*source.inside, start)}
         epoch = before.pop() if len(before) == 1 else -1 - position[start]
         epochs.setdefault(source.node, {})[epoch] = None
         dtype, again = start.meta["val"].dtype, in_backward(start)
-        key = (number, group_name(start), group_size(start), dtype, epoch, again)
+        key = (structure, group_name(start), group_size(start), dtype, epoch, again)
         groups.setdefault(key, []).append(start)
     for node, found in epochs.items():
         if len(found) > 1:
@@ -188,14 +237,18 @@ def _writes_to(source: fx.Node, writes: Writes) -> list[fx.Node]:
 
 
 def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
-    """Compute once what is gathered in another form than the parameter's own, by the same steps::
+    """Merge equal nodes among those that compute what is gathered.
 
-    w -> abs -> max -> all_reduce -> ... -> mul -> ag      w -> ... -> mul -> ag
-    w -> abs -> max -> all_reduce -> ... -> mul -> ag                     \\-> ag
+    ::
+
+        w -> abs -> max -> all_reduce -> ... -> mul -> ag      w -> ... -> mul -> ag
+        w -> abs -> max -> all_reduce -> ... -> mul -> ag                     \\-> ag
     """
-    behind = nodes_behind(gathers)
+    # All-gather extensions compute 8-bit data and scales from the shard. A scale may be used after
+    # the gather as well, so it is not enough to share the gather.
+    before = ancestors(gathers)
     first: dict[Any, fx.Node] = {}
-    for node in [n for n in graph.nodes if n in behind]:
+    for node in [n for n in graph.nodes if n in before]:
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             key = (node.target, repr((node.args, node.kwargs)), in_backward(node))
             same = first.setdefault(key, node)
@@ -205,7 +258,7 @@ def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
 
 
 def _is_read(node: fx.Node) -> bool:
-    """True where something is computed from a result, or it is returned."""
+    """Return whether a kernel reads a result, or the graph returns it."""
     return any(u.op == "output" or not is_view(u) or _is_read(u) for u in node.users)
 
 
@@ -213,15 +266,20 @@ def _is_read(node: fx.Node) -> bool:
 
 
 class _Tree(NamedTuple):
-    """The sum that a parameter's gradient is, ``add(add(a, b), c)``: its additions, the last one
-    first; what is added, in order; and those of that which are its reduced gradients, with cuts."""
+    """A parameter's gradient as a sum, ``add(add(a, b), c)``.
+
+    Attributes:
+        adds: the additions, the last one first.
+        leaves: the terms, in order.
+        uses: the terms that are reduced gradients of the parameter, each with its cuts.
+    """
 
     adds: list[fx.Node]
     leaves: list[fx.Node]
     uses: dict[fx.Node, list[Cut]]
 
     def grow(self, add: fx.Node) -> None:
-        """Take in an addition, and those whose results only it adds."""
+        """Include an addition, and the additions whose results only it reads."""
         self.adds.append(add)
         for summand in _summands_of(add):
             if _summands_of(summand) and len(summand.users) == 1:
@@ -231,7 +289,7 @@ class _Tree(NamedTuple):
 
 
 def _summands_of(add: fx.Node) -> tuple[fx.Node, ...]:
-    """The two tensors of one shape and dtype that a node adds, or nothing."""
+    """Return the two tensors of one shape and dtype that a node adds, or nothing."""
     if add.target is not _aten.add.Tensor or add.kwargs:
         return ()
     nodes = tuple(a for a in add.args if isinstance(a, fx.Node))
@@ -243,8 +301,7 @@ def _summands_of(add: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree:
-    """Find the sum that holds two or more of the reductions among a parameter's collectives; one
-    without uses if there is none."""
+    """Find the sum with two or more reductions of a parameter; without one, return an empty sum."""
     for output in facts.graph.find_nodes(op="output"):
         for node in output.all_input_nodes:
             while not _summands_of(node) and is_linear(node) and len(node.all_input_nodes) == 1:
@@ -254,7 +311,7 @@ def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree:
             tree = _Tree([], [], {})
             tree.grow(node)
             for leaf in tree.leaves:
-                cuts = list(cuts_behind(leaf, facts.position))
+                cuts = list(cuts_before(leaf, facts.position))
                 if any(start in mine for start in cuts[-1].reductions):
                     tree.uses[leaf] = cuts
             if len(tree.uses) > 1:
@@ -265,31 +322,34 @@ def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree:
 def _plan_reduction(
     tree: _Tree, gathers: Sequence[fx.Node], facts: GraphAnalysis
 ) -> tuple[dict[fx.Node, Cut], str]:
-    """Find per use the place at which the full gradient is to be added; none, and the reason why,
-    where the gradients can't be added."""
+    """Find the node of each use whose full gradient is to be added.
+
+    Returns:
+        The cut at that node for each leaf, and an empty reason; or no cuts and the reason.
+    """
     if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
         return {}, "one gradient is added to itself after its reduction"
     dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, facts)
     if any(map(in_other_form, gathers)):
         dtypes = dict.fromkeys(map(_before_cast, tree.uses.values()))
     if len(dtypes) != 1:
-        said = ", ".join(map(_name, dtypes)) or "an unknown dtype"
+        listed = ", ".join(map(_dtype_name, dtypes)) or "an unknown dtype"
         return (
             {},
-            f"its uses have it in {said}, so that no one dtype is that of their gradients' sum",
+            f"its uses read it in {listed}, so the sum of their gradients has no single dtype",
         )
     (dtype,) = dtypes
-    # Gradients may have been reduced over further groups on the way, each use over its own.
+    # Each use may have been reduced over further groups. Add before as many reductions as possible.
     most = min(len(cuts[-1].reductions) for cuts in tree.uses.values())
-    structures = Structures(facts.position)
+    structures = StructuralIds(facts.position)
     reason = ""
     for reductions in range(most, 0, -1):
         cuts = {leaf: _full(found, reductions, dtype) for leaf, found in tree.uses.items()}
         plan = {leaf: cut for leaf, cut in cuts.items() if cut is not None}
         if len(plan) < len(cuts):
             reason = reason or (
-                f"a gradient is not in {_name(dtype)}, the dtype of the gathered parameter, before "
-                "it is reduced"
+                f"a gradient that is reduced does not have {_dtype_name(dtype)}, the dtype of the "
+                "gathered parameter"
             )
         elif len({structures.of(cut, leaf) for leaf, cut in plan.items()}) > 1:
             reason = reason or "the gradients of its uses are reduced in different ways"
@@ -300,7 +360,7 @@ def _plan_reduction(
 
 
 def _before_cast(cuts: Sequence[Cut]) -> torch.dtype:
-    """The dtype of a gradient before the cast for its reduction, which is the nearest."""
+    """Return the dtype of a gradient before it is cast for its reduction."""
     (node,) = cuts[-1].reductions[-1].all_input_nodes[:1]
     while _prepares(node):
         node = node.all_input_nodes[0]
@@ -311,17 +371,19 @@ def _before_cast(cuts: Sequence[Cut]) -> torch.dtype:
 
 
 def _prepares(node: fx.Node) -> bool:
-    """Whether a node copies or pads a gradient for its reduction."""
+    """Return whether a node copies or pads a gradient for its reduction."""
     return keeps_values(node) or node.target is _aten.constant_pad_nd.default
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | None:
-    """The place where the gradient is full and has the dtype of the parameter: as near to its
-    reduction as can be, but before it is padded or copied for it."""
+    """Find the cut at which a gradient is full and has the parameter's dtype.
+
+    It is the one nearest to the reduction, but before the copies and pads for the reduction.
+    """
     for i, cut in enumerate(cuts):
         value = cut.node.meta.get("val")
         full = len(cut.reductions) == reductions and isinstance(value, torch.Tensor)
@@ -335,7 +397,7 @@ def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | Non
 
 
 def _kept_dtype(tree: _Tree, facts: GraphAnalysis) -> dict[torch.dtype, None]:
-    """The dtype of the cast that all uses of an unsharded parameter go through, or else its own."""
+    """Return the dtypes that the uses of an unsharded parameter cast it to."""
     (output,) = facts.graph.find_nodes(op="output")
     for node, grad_of in _descriptors.gradient_outputs(output):
         while node is not tree.adds[0] and is_linear(node):
@@ -363,12 +425,12 @@ def _used_in(node: fx.Node) -> dict[torch.dtype, None]:
 
 
 def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, writes: Writes) -> str:
-    """The reason why the gradients must stay as they are; empty if they need not."""
+    """Return why the gradients must stay as they are; empty if they can be added."""
     adds = dict.fromkeys(tree.adds)
     for leaf, cut in cuts.items():
         reader = outside_reader(cut, leaf) or next((u for u in leaf.users if u not in adds), None)
         if reader is not None:
-            return f"{reader.name} reads a gradient that is reduced on its own"
+            return f"{reader.name} reads a gradient that is reduced separately"
         for node in (*cut.inside, cut.node):
             if writes.is_written(node):
                 return f"a node writes to {node.name}, which leads to its gradient"
@@ -378,13 +440,13 @@ def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, writes: Writes) -> str:
 def _reduce_once(
     graph: fx.Graph, tree: _Tree, cuts: dict[fx.Node, Cut], position: dict[fx.Node, int]
 ) -> int:
-    """Add before reducing; returns the bytes that are no longer reduced."""
+    """Add the gradients before reducing; return the number of bytes that are not reduced now."""
     summands = [s for cut in cuts.values() for s in _summands(cut.node, position)]
     summands.sort(key=lambda s: s[0])
     kept = max(cuts, key=lambda leaf: position[cuts[leaf].node])
     cut = cuts[kept]
     total = _sum(graph, [node for _, node in summands], tree.adds[0], position)
-    # Views and collectives behind it were recorded for these strides; contiguous suits them, too.
+    # The views and collectives that follow were recorded for these strides or contiguous ones.
     if total.meta["val"].stride() != cut.node.meta["val"].stride():
         total = contiguous_copy(graph, total, like=total)
     for node in cut.inside:
@@ -398,14 +460,14 @@ def _reduce_once(
             add = next(iter(leaf.users))
             (rest,) = (a for a in add.all_input_nodes if a is not leaf)
             add.replace_all_uses_with(rest)
-            graph.erase_node(add)  # at once: a dead sum must not count as a reader of the rest
+            graph.erase_node(add)  # now, so that a dead sum does not count as a reader of the rest
             unused.append(leaf)
     erase_unused(unused)
     return saved
 
 
 def _summands(node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[int, fx.Node]]:
-    """The gradients that autograd added to make this one, each with the time at which it came."""
+    """List the gradients that autograd added up to this one, each with its place in the graph."""
     sum_ = node
     while keeps_values(sum_):
         sum_ = sum_.all_input_nodes[0]
@@ -418,7 +480,7 @@ def _summands(node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[int, fx
 def _sum(
     graph: fx.Graph, values: Sequence[fx.Node], like: fx.Node, position: dict[fx.Node, int]
 ) -> fx.Node:
-    """Add from the left, each as soon as it is there; ``like`` gives the metadata."""
+    """Add from the left, each value as early as possible, with the metadata of ``like``."""
     total, last = values[0], values[0]
     for value in values[1:]:
         if position[value] > position[last]:

@@ -1,13 +1,14 @@
-"""One all-reduce for the largest values of all parameters that are gathered scaled by them.
+"""Merge the all-reduces that find the parameters' largest values (amax).
 
-A weight that is scaled to 8 bits by its own largest value needs that of all shards first: a small
-all-reduce in front of every gather, each as long as the network's latency. Together they are one::
+A weight that is scaled to 8 bits by its largest value needs the maximum over all shards first. That
+is a small all-reduce before every all-gather, each as long as the network's latency. This merges
+them into one per process group::
 
     w1 -> max -> all_reduce -> wait -> ... -> mul -> ag      w1 -> max \\
                                                                         cat -> all_reduce -> ...
     w2 -> max -> all_reduce -> wait -> ... -> mul -> ag      w2 -> max /
 
-A maximum is exact: the bits stay.
+A maximum is exact, so bits do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.fx as fx
 
 from .._torch.sorting import sort_topologically
 from ..bucketing.pack import pack
-from ..graph.calls import nodes_behind
+from ..graph.calls import ancestors
 from ..graph.collectives import bucket_key, kind_of, reduce_op
 from ..graph.mergeable import unmergeable
 from ..graph.snapshot import unchanged_on_error
@@ -28,18 +29,37 @@ from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
 from ..passes.facts import Tags
-from ..reports.rewrites import AmaxReport, LeftAlone
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
 
 if TYPE_CHECKING:
     from ..passes.compilation import Compilation
 
 
+@dataclass(frozen=True)
+class AmaxReport(RewriteReport):
+    """The result of :class:`.MergeAmax` on one graph.
+
+    Args:
+        merged: number of all-reduces in each merged one.
+        left: other all-reduces, with the parameters whose gathers wait for them.
+    """
+
+    rewrite = heading = "largest values merged"
+    merged: tuple[int, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        return [f"{number} all-reduces -> 1" for number in self.merged]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class MergeAmax(GraphPass):
-    """One all-reduce per group for the largest values of all parameters that are gathered in 8 bits
-    scaled by them; see :mod:`.rewrites.merge_amax`.
+    """Find the largest values of all parameters with one all-reduce per process group.
 
-    The first gather then waits for all of them. Put it behind :class:`.CombineUses`.
+    For parameters that are gathered in 8 bits, scaled by their largest value; see
+    :mod:`.rewrites.merge_amax`. The first all-gather then waits for all largest values. Put the
+    pass after :class:`.CombineUses`.
     """
 
     stage: ClassVar[Stage] = "joint"
@@ -51,7 +71,7 @@ class MergeAmax(GraphPass):
         for start in g.nodes:
             tag = tag_of(start)
             if tag is not None and kind_of(start) == "all_gather":
-                for node in nodes_behind([start]):
+                for node in ancestors([start]):
                     if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
                         found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
         if not found:
@@ -60,9 +80,9 @@ class MergeAmax(GraphPass):
         left: list[LeftAlone] = []
         writes = Writes(g.nodes).unordered
         for node in [n for n in g.nodes if n in found]:
-            why = "the graph writes to its values" if writes else unmergeable(node)
-            if not why and any(other in found for other in nodes_behind([node])):
-                why = "it waits for another one"
+            why = "the graph writes to tensors" if writes else unmergeable(node)
+            if not why and any(other in found for other in ancestors([node])):
+                why = "it depends on another of these all-reduces"
             if why:
                 left.append(LeftAlone(tuple(found[node]), why, node.name))
             else:

@@ -1,16 +1,16 @@
 """Reduce-scatter inside the shard group before all-reducing across replicas, as eager FSDP2 does.
 
-DTensor, and so torchtitan's ``hybrid_shard``, all-reduces the whole of a gradient that is partial
-over replicas and over shards across the replicas first, although a rank keeps one shard of it: as
-many times the bytes as there are shards. Swapped, the replicas' network carries the shard alone::
+If a gradient is partial over replicas and over shards, DTensor, and so torchtitan's
+``hybrid_shard``, first all-reduces the whole gradient across the replicas, although each rank keeps
+only its shard. With the two swapped, the network between replicas carries the shard alone::
 
     g -> all_reduce -> wait -> split -> pad -> cat -> reduce_scatter -> wait -> slice -> gradient
 
     g -> split -> pad -> cat -> reduce_scatter -> wait -> all_reduce -> wait -> slice -> gradient
 
-What pads and arranges the gradient for the reduce-scatter stays before it, what cuts the pad off
-stays behind: the all-reduce runs over the padded shard, so that those of a unit, bucketed, are the
-whole output buffer of its reduce-scatter, as eager FSDP2 all-reduces it.
+Nodes that pad and arrange the gradient stay before the reduce-scatter, nodes that cut the padding
+off stay after it. So the all-reduce runs over the padded shard, and a unit's bucket of all-reduces
+is the whole output buffer of its reduce-scatter, which eager FSDP2 all-reduces.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from .._torch.sorting import sort_topologically
 from ..graph.calls import contiguous_copy
 from ..graph.collectives import group_name, kind_of, nbytes_of, only_wait, reduce_op, started_by
 from ..graph.moves import SCALES, is_move
-from ..graph.regions import Cut, cuts_behind, outside_reader, positions
+from ..graph.regions import Cut, cuts_before, outside_reader, positions
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
 from ..passes.facts import Tags
-from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
+from ..reports.text import size_text
 
 if TYPE_CHECKING:
     from ..passes.compilation import Compilation
@@ -43,15 +45,52 @@ if TYPE_CHECKING:
 _c10d = torch.ops._c10d_functional
 
 
+@dataclass(frozen=True)
+class ReducedShard:
+    """A gradient that is scattered over the shards before it is reduced over the replicas.
+
+    ``replica_bytes`` is the size of the all-reduce's input, before and after.
+    """
+
+    fqns: tuple[str, ...]
+    replica_bytes: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ScatterReport(RewriteReport):
+    """The result of :class:`.ReduceScatterFirst` on one graph.
+
+    Args:
+        swapped: in graph order.
+        left: all-reduces that a reduce-scatter still follows.
+    """
+
+    derived = ("rewrite", "replica_bytes")
+    rewrite = heading = "reduce-scatter first"
+    swapped: tuple[ReducedShard, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    @property
+    def replica_bytes(self) -> tuple[int, int]:
+        """Sum over the swapped gradients, before and after."""
+        each = [s.replica_bytes for s in self.swapped]
+        return sum(before for before, _ in each), sum(after for _, after in each)
+
+    def _lines(self) -> list[str]:
+        before, after = map(size_text, self.replica_bytes)
+        line = f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
+        return [line] if self.swapped else []
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ReduceScatterFirst(GraphPass):
-    """Reduce-scatter over the shards before all-reducing over the replicas (HSDP), with the bits of
-    eager FSDP2; see :mod:`.rewrites.reduce_scatter_first`. One in eager's order already stays so.
+    """Reduce-scatter over the shards before all-reducing over the replicas (HSDP).
 
-    Swapped are an all-reduce of a parameter's gradient and the reduce-scatter that follows it where
-    both are sums or averages, where nothing but moves and pads with zeros stands between them,
-    where nothing else reads what is in between, and where the two groups are the rows and the
-    columns of one grid of ranks, the replicas outside. Others stay, and the report says why.
+    Gradients get eager FSDP2's bits; see :mod:`.rewrites.reduce_scatter_first`. The pass swaps an
+    all-reduce of a parameter's gradient and the reduce-scatter after it if both are sums or
+    averages, only moves and zero padding stand between them, no other node reads a value between
+    them, and the two groups are the rows and columns of one grid of ranks, replicas outside. The
+    report gives the reason for each pair that stays. Pairs in eager's order already stay, too.
     """
 
     stage: ClassVar[Stage] = "joint"
@@ -62,7 +101,7 @@ class ReduceScatterFirst(GraphPass):
 
 
 def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
-    """:class:`ReduceScatterFirst` on a tagged joint graph, which stays in topological order."""
+    """Run :class:`ReduceScatterFirst` on a tagged joint graph, which stays in topological order."""
     swapped: list[ReducedShard] = []
     left: list[LeftAlone] = []
     position = positions(graph)
@@ -72,10 +111,10 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
             tag = tag_of(reduce)
             if tag is None or kind_of(reduce) != "all_reduce":
                 continue
-            scatter = _scatter_behind(reduce)
+            scatter = _scatter_after(reduce)
             if scatter is None:
                 continue
-            cuts = cuts_behind(scatter.all_input_nodes[0], position)
+            cuts = cuts_before(scatter.all_input_nodes[0], position)
             cut = next((c for c in cuts if started_by(c.node) is reduce), None)
             reason = _why_not(reduce, scatter, cut, written)
             if reason or cut is None:
@@ -90,8 +129,8 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
     return ScatterReport(tuple(swapped), tuple(left))
 
 
-def _scatter_behind(reduce: fx.Node) -> fx.Node | None:
-    """The first reduce-scatter that an all-reduced gradient leads to on its way, if any."""
+def _scatter_after(reduce: fx.Node) -> fx.Node | None:
+    """Find the first reduce-scatter that an all-reduced gradient reaches by moves and scaling."""
     reached = {reduce: None}
     stack = [reduce]
     while stack:
@@ -106,16 +145,16 @@ def _scatter_behind(reduce: fx.Node) -> fx.Node | None:
 
 
 def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx.Node]) -> str:
-    """The reason why the two can't be swapped; empty if they can."""
+    """Return why the two can't be swapped; empty if they can."""
     if reduce.target is not _c10d.all_reduce.default:
         return f"{reduce.name} works in place"
     for start in (reduce, scatter):
         if reduce_op(start) not in ("sum", "avg"):
-            return f"{start.name} is no sum and no average"
+            return f"{start.name} is neither a sum nor an average"
         if only_wait(start) is None:
-            return f"the result of {start.name} is used by other nodes than one wait"
+            return f"nodes other than one wait read {start.name}"
     if cut is None:
-        return "what stands between them is more than moving values and padding with zeros"
+        return "nodes between them do more than move values and pad with zeros"
     dtype = reduce.meta["val"].dtype
     for node in cut.inside:
         value = node.meta.get("val")
@@ -129,7 +168,7 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
     readers = (user for node in (wait, end) for user in node.users if user not in inside)
     reader = next(readers, None) or outside_reader(cut, end)
     if reader is not None:
-        return f"{reader.name} reads what is between them"
+        return f"{reader.name} reads a value between them"
     chain = (reduce.all_input_nodes[0], reduce, wait, *cut.inside, scatter, last)
     touched = next((n for n in chain if n in written), None)
     if touched is not None:
@@ -138,18 +177,22 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
     if not on_one_grid(replicas, shards):
         return "their process groups are not the rows and columns of one grid of ranks"
     if is_inside(replicas, shards):
-        return "it adds up inside one rank of the shards, as tensor parallelism does"
+        return "its group lies inside one rank of the shards, as with tensor parallelism"
     return ""
 
 
 def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
-    """True where a rank's two groups, ranks ascending, are a row and a column of one regular grid.
+    """Return whether a rank's two groups are a row and a column of one regular grid of ranks.
 
-    Then all ranks of its replica group are at the same place in their shard groups, and get the
-    same part of a reduce-scatter; else a swap would add different parts up::
+    Then all ranks of its replica group have the same place in their shard groups, and get the same
+    part of a reduce-scatter. Otherwise a swap would add different parts::
 
         ranks 0 1 2 3, shards {0, 1} {2, 3}, replicas {0, 2} {1, 3}     a grid
-                                             replicas {0, 3} {1, 2}     none
+                                             replicas {0, 3} {1, 2}     not a grid
+
+    Args:
+        replicas: ranks of the all-reduce's group, ascending.
+        shards: ranks of the reduce-scatter's group, ascending.
     """
     if len(set(replicas) & set(shards)) != 1:
         return False
@@ -167,11 +210,11 @@ def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
 
 
 def _swap(graph: fx.Graph, reduce: fx.Node, scatter: fx.Node, cut: Cut) -> None:
-    """Move the all-reduce and its wait behind those of the reduce-scatter."""
+    """Move the all-reduce and its wait after the reduce-scatter's wait."""
     (wait,), (scattered,) = reduce.users, scatter.users
     gradient = reduce.all_input_nodes[0]
     if gradient.meta["val"].stride() != wait.meta["val"].stride():
-        # The all-reduce gave its result in one piece, which the reduce-scatter counts on.
+        # The reduce-scatter requires a contiguous input, which the all-reduce's result was.
         gradient = contiguous_copy(graph, gradient, like=wait)
         gradient.meta.pop("custom", None)
     wait.replace_all_uses_with(gradient)

@@ -1,10 +1,10 @@
-"""Gather parameters for backward inside a smaller group, as eager FSDP2 does where
-``reshard_after_forward`` is a number.
+"""Gather parameters for backward in a smaller group, usually a node.
 
-Forward gathers over all ranks that share a parameter, between nodes. Each rank then keeps not only
-its own shard of it but as much as makes the whole within a smaller group, usually its node, and
-backward gathers there: over the fast network, for more memory. With 4 ranks, 2 in a node, on rank 1
-(``w`` is [2, 5], the whole [8, 5])::
+Eager FSDP2 does so if ``reshard_after_forward`` is a number. Forward gathers over all ranks that
+share a parameter, between nodes. Each rank then keeps a larger shard, such that the shards of the
+smaller group make the whole parameter, and backward gathers there. This takes more memory and less
+time, since it uses the fast network. With 4 ranks, 2 in a node, on rank 1 (``w`` is [2, 5], the
+whole [8, 5])::
 
     before      forward    w -> all_gather(all 4) -> wait -> t -> mm
                 backward   w -> all_gather(all 4) -> wait -> t -> t -> mm
@@ -13,17 +13,17 @@ backward gathers there: over the fast network, for more memory. With 4 ranks, 2 
                                                        \\-> slice_copy [4:8]             saved
                 backward   slice_copy -> all_gather(ranks 0, 1) -> wait -> t -> t -> mm
 
-In the joint graph what reads a parameter may be wanted in both (activation checkpointing, and
-whatever else the partitioner computes again). So there all readers get the second gather, behind a
-copy that the partitioner has to save, and the forward graph gets rid of it afterwards::
+The partitioner may need a reader of the joint graph in forward and in backward (activation
+checkpointing, and everything else that it recomputes). So all readers get the second gather there,
+after a copy that the partitioner must save. The forward graph drops that gather afterwards::
 
     joint graph     w -> all_gather -> wait -> slice_copy -> all_gather(0, 1) -> wait -> t -> mm
                                                                                       \\-> t -> mm
     forward graph   w -> all_gather -> wait -> t -> mm
                                          \\-> slice_copy -> output
 
-What is cut up is the result of the gather itself, padded rows of uneven parameters included, in the
-dtype that was gathered: equal parts on every rank, with the bytes that eager keeps
+The copy is a slice of the gather's own result, in the dtype that was gathered, with the padded rows
+of uneven parameters. So all ranks have equal parts, with the bytes that eager FSDP2 keeps
 (``FSDPParam.to_sharded_post_forward``).
 """
 
@@ -47,17 +47,57 @@ from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only
 from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import Tag, home_group, is_bucket, set_tag, tag_of
-from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
+from ..reports.text import size_text
 
-# A copy, so that the whole can be freed. Not slice and clone: Inductor takes such a clone for one
-# that does nothing.
+# A copy, so that the whole can be freed. Inductor would remove a clone of a slice as redundant.
 _slice_copy = torch.ops.aten.slice_copy.Tensor
 
 
 @dataclass(frozen=True)
+class Resharded:
+    """Parameters that are sharded over a smaller group after forward.
+
+    Args:
+        ranks: number of ranks that forward gathers from.
+        saved_bytes: bytes that this rank keeps from forward to backward.
+    """
+
+    fqns: tuple[str, ...]
+    ranks: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class ReshardReport(RewriteReport):
+    """The result of ``ReshardAfterForward(to=...)`` on one graph.
+
+    Args:
+        ranks: size of the smaller group.
+        left: parameters that backward gathers over their own group.
+    """
+
+    rewrite = heading = "reshard after forward"
+    ranks: int
+    resharded: tuple[Resharded, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        nbytes = sum(r.saved_bytes for r in self.resharded)
+        line = f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for them:"
+        return [f"{line} {size_text(nbytes)}"] if self.resharded else []
+
+
+@dataclass(frozen=True)
 class SmallerGroup:
-    """The group in which backward gathers: its name, its ranks by their numbers in the default
-    group, ascending, and this rank's place among them, from 0."""
+    """The process group that backward gathers in.
+
+    Args:
+        name: of the group.
+        ranks: in the default group, ascending.
+        place: of this rank among them, from 0.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -66,12 +106,12 @@ class SmallerGroup:
 
 @dataclass(frozen=True)
 class Smaller:
-    """A smaller group that backward may gather in.
+    """The all-gathers that backward can do in a smaller group.
 
     Args:
-        group: its name.
-        ranks: in it.
-        starts: the gathers of which it can.
+        group: name of the group.
+        ranks: number of ranks in it.
+        starts: the all-gathers.
     """
 
     group: str
@@ -80,7 +120,18 @@ class Smaller:
 
 
 def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
-    """The group that ``ReshardAfterForward(to=...)`` means; None for one rank."""
+    """Create or find the process group for ``ReshardAfterForward(to=...)``.
+
+    Args:
+        to: a number of ranks, or a mesh whose last dimension is the group.
+
+    Returns:
+        The group of this rank; None, with a warning, if it has one rank.
+
+    Raises:
+        TypeError: ``to`` is neither.
+        ValueError: ``to`` does not divide the job's ranks, or the default group is missing.
+    """
     if isinstance(to, DeviceMesh):
         size = to.size(to.ndim - 1)
     elif isinstance(to, int) and not isinstance(to, bool):
@@ -89,9 +140,9 @@ def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
         raise TypeError(f"to must be a number of ranks or a DeviceMesh, got {to!r}")
     if size == 1:
         warnings.warn(
-            "to has a single rank: every rank keeps all parameters gathered until backward, as in "
-            "eager FSDP2 with reshard_after_forward=1. Where that is wanted, leave this pass out; "
-            "where they are to be freed, leave out to=",
+            "to is a single rank: every rank keeps all parameters gathered until backward, as in "
+            "eager FSDP2 with reshard_after_forward=1. To keep them, leave this pass out; to free "
+            "them after forward, leave out to=",
             UserWarning,
             stacklevel=3,
         )
@@ -115,12 +166,20 @@ def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
 def reshard_to(
     graph: fx.Graph, chains: Chains, smaller: SmallerGroup, wanted: Callable[[Tag], bool]
 ) -> ReshardReport:
-    """Let what reads gathered parameters, where their tag is ``wanted``, read a second gather, in
-    the smaller group.
+    """Add a second all-gather, in the smaller group, for all readers of gathered parameters.
 
-    A parameter whose gather can't be cut up is gathered again over its own group, and the report
-    says why. One that backward does not read leaves no copy. Where no parameter's group has
-    ``smaller`` as a part that divides its size, a ValueError leaves the graph as it was.
+    A parameter that backward does not read gets none. A parameter whose gathered value can't be
+    divided among the ranks of ``smaller`` is gathered again over its own group, with the reason in
+    the report.
+
+    Args:
+        graph: a joint graph.
+        chains: the nodes from each parameter to its uses; see :func:`.parameter_chains`.
+        smaller: the group of the second all-gather.
+        wanted: selects all-gathers by tag.
+
+    Raises:
+        ValueError: ``smaller`` fits no parameter's group. The graph is unchanged then.
     """
     tags = {s: tag for s in chains if (tag := tag_of(s)) is not None and wanted(tag)}
     reasons = _why_not(tags, smaller)
@@ -145,20 +204,21 @@ def reshard_to(
 
 
 def what_fits(chains: Chains, smaller: SmallerGroup) -> Smaller:
-    """The gathers that backward may make in the smaller group; errors as of :func:`reshard_to`."""
+    """Find the all-gathers that backward can do in a smaller group; see :func:`reshard_to`."""
     reasons = _why_not(read_in_forward(chains), smaller)
     fitting = [start for start, reason in reasons.items() if not reason]
     return Smaller(smaller.name, len(smaller.ranks), fitting)
 
 
 def _why_not(starts: Iterable[fx.Node], smaller: SmallerGroup) -> dict[fx.Node, str]:
-    """By gather the reason why it can't be gathered again in the smaller group; empty if it can."""
+    """Map all-gathers to the reason why they can't run in the smaller group; empty if they can."""
     groups = {start: group_name(start) for start in starts}
     misfits = {group: _misfit(group, smaller) for group in dict.fromkeys(groups.values())}
     if misfits and all(misfits.values()):
         raise ValueError(
-            f"to= fits no group that parameters are sharded over: {'; '.join(misfits.values())}. "
-            "Give a mesh whose last dimension divides their group, with to=mesh"
+            f"to= does not fit the groups that parameters are sharded over: "
+            f"{'; '.join(misfits.values())}. Give a mesh whose last dimension divides their group, "
+            "with to=mesh"
         )
     return {s: misfits[group] or _cannot_cut(s, smaller) for s, group in groups.items()}
 
@@ -181,7 +241,7 @@ def _short(ranks: tuple[int, ...]) -> str:
 def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
     wait = only_wait(start)
     if start.kwargs or is_bucket(start) or wait is None:
-        return f"{start.name} is no plain gather with one wait"
+        return f"{start.name} is not an unmerged all-gather with one wait"
     value = wait.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(value.shape[0], int):
         return f"the size of {start.name} is not known"
@@ -193,7 +253,7 @@ def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
 def _gather_twice(
     graph: fx.Graph, start: fx.Node, tag: Tag, smaller: SmallerGroup, chain: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Gather again behind the wait; returns the copy, and what backward computes of it."""
+    """Gather again after the wait; return the copy, and the nodes that backward recomputes."""
     (wait,) = start.users
     readers = list(wait.users)
     ranks = len(smaller.ranks)
@@ -206,13 +266,16 @@ def _gather_twice(
     set_tag(again, tag, group_name(start))
     for reader in readers:
         reader.replace_input_with(wait, wait_again)
-    behind = [n for n in chain[chain.index(start) :] if n not in (start, wait)]
-    return [part, again, wait_again, *behind]
+    after = [n for n in chain[chain.index(start) :] if n not in (start, wait)]
+    return [part, again, wait_again, *after]
 
 
 def read_first_gathers(graph: fx.Graph) -> int:
-    """Let readers of a second gather, in a forward graph, read the first again, whose copy it is;
-    returns how many gathers that saves: none where the copies are inputs, as in backward."""
+    """Remove second all-gathers from a forward graph, whose readers get the first one's result.
+
+    Returns:
+        The number of removed all-gathers; 0 in a backward graph, where the copies are inputs.
+    """
     gathers = [n for n in graph.nodes if kind_of(n) == "all_gather" and not is_bucket(n)]
     again = [n for n in gathers if home_group(n) != group_name(n)]
     found = [n for n in again if n.args[0].target is _slice_copy]

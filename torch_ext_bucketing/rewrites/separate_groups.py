@@ -1,13 +1,13 @@
-"""A second process group for reductions, so that they and the gathers need not queue up.
+"""Move reductions to process groups of their own, so that they overlap with all-gathers.
 
 A process group's collectives run one after the other, on one stream. In the backward of FSDP the
-gather of the next unit's parameters waits for the reduction of the last one's gradients to end, and
-the other way round. With reductions on a group of their own, of the same ranks, they overlap::
+all-gather of the next unit waits for the reduce-scatter of the last one, and the other way round.
+They overlap if reductions have a group of their own, of the same ranks::
 
     one group     AG(2) RS(3) AG(1) RS(2)           two groups    AG(2) AG(1)
                                                                      RS(3) RS(2)
 
-They share the network's bandwidth all the same, and NCCL keeps buffers for each group.
+They still share the network's bandwidth, and NCCL keeps buffers for each group.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SeparateGroups(GraphPass):
-    """Move reductions of parameters' gradients to process groups of their own, of the same ranks.
+    """Move reductions of gradients to process groups of their own, with the same ranks.
 
-    Comes before the passes that bucket. Make it after the mesh, on every rank at the same point of
-    the program: it creates process groups, which all ranks have to do together. Collectives without
-    a tag, and those on groups that the mesh does not have, stay where they are.
+    Put it before the passes that bucket. Create it after the mesh, on every rank at the same point
+    of the program, since it creates process groups. Collectives without a tag, and collectives on
+    groups that are not in the mesh, do not move.
 
     Args:
-        mesh: whose groups get a second one, dimension after dimension; a part of the mesh, such as
-            ``mesh["shard"]``, where some of its groups are to stay as they are.
-        kinds: which collectives move; reduce-scatters by default.
+        mesh: each of its dimensions gets a second group. Give a part, such as ``mesh["shard"]``, to
+            leave the other dimensions alone.
+        kinds: the kinds that move; reduce-scatters by default.
 
     Raises:
         ValueError: an unknown kind.
@@ -55,7 +55,7 @@ class SeparateGroups(GraphPass):
     mesh: DeviceMesh
     kinds: Collection[Kind] = _REDUCTIONS
     second: dict[str, str] = field(init=False, default_factory=dict)
-    """The second group's name by the first one's."""
+    """Maps the name of each group to the name of its second group."""
     _groups: list[dist.ProcessGroup] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,5 +77,5 @@ class SeparateGroups(GraphPass):
                     set_group_name(node, second)
 
     def settings(self) -> tuple[Any, ...]:
-        """The kinds that move, and the groups that they move to."""
+        """Return the kinds that move, and the groups that they move to."""
         return (self.kinds, tuple(self.second.items()))

@@ -28,9 +28,9 @@ from ..passes.backends import BucketingBackend, backend
 from ..passes.base import GraphPass
 from ..passes.bucketing import BucketByUnit
 from ..passes.facts import Buckets, Order, RankOrder
-from ..reports.rewrites import CombineReport, RewriteReport, ScatterReport
-from ..rewrites.combine_uses import CombineUses
-from ..rewrites.reduce_scatter_first import ReduceScatterFirst
+from ..reports.rewrites import RewriteReport
+from ..rewrites.combine_uses import CombineReport, CombineUses
+from ..rewrites.reduce_scatter_first import ReduceScatterFirst, ScatterReport
 from .comparison import Cause, Comparison, Options
 from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank

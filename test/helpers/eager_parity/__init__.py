@@ -1,1 +1,1 @@
-"""The models, rows and ranks of the comparisons with eager FSDP2."""
+"""Models, rows and ranks of the comparisons with eager FSDP2."""

@@ -1,4 +1,4 @@
-"""What all models of the parity rows share, and how one is described."""
+"""Describe a model of the parity rows, and what all of them share."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ Unit = str | Sequence[str]
 
 
 def batch_of(step: int, rank: int, size: int = 2) -> tuple[torch.Tensor, ...]:
-    """One rank's tokens and next-byte targets of a step, each ``[size, SEQ]`` int64."""
+    """Return one rank's tokens and next-byte targets of a step, each ``[size, SEQ]`` int64."""
     return text.batch(step, rank, size=size, seq=SEQ)
 
 
 def blocks_then_root(model: nn.Module) -> list[Unit]:
-    """Each child of ``layers``, then the root with all the rest."""
+    """Return each child of ``layers``, then the root with all the rest."""
     layers = model.get_submodule("layers")
     return [*(f"layers.{child}" for child, _ in layers.named_children()), ""]
 
@@ -37,18 +37,19 @@ class Model:
     """A model of the parity rows: an entry of :data:`.models.MODELS`.
 
     Args:
-        kind: by number of blocks and, if not its own, width, a module on the CPU in float32 whose
-            ``forward(*batch)`` is the loss, a scalar. Its weights are drawn anew by
-            :func:`.models.build`; a module with weights of its own sets ``own_weights``.
-        units: in the order of the ``fully_shard`` calls, the root ``""`` last.
-        width: instead of its own.
-        batch: by step, data-parallel rank and number of sequences, what ``forward`` takes.
-        parallelism: which of ``rows.PARALLELISM`` the matrix runs it in; none for a model
-            of named rows alone.
-        backends: which of torch.compile's the matrix runs it on.
-        group: a name for several models, by which ``--models`` takes all of them.
-        needs: packages beside torch. Where one is not installed its rows are left out, and say so.
-        own_weights: whether ``kind`` has drawn the weights, the same at every call.
+        kind: makes, from a number of blocks and optionally a width, a float32 module on the CPU
+            whose ``forward(*batch)`` is the loss, a scalar. :func:`.models.build` draws its weights
+            anew unless it sets ``own_weights``.
+        units: the units in the order of the ``fully_shard`` calls, the root ``""`` last.
+        width: the width to build it with, if not its own.
+        batch: returns the arguments of ``forward`` for a step, a data-parallel rank and a number of
+            sequences.
+        parallelism: entries of ``rows.PARALLELISM`` that the matrix runs it in; none for a model of
+            named rows alone.
+        backends: backends of ``torch.compile`` that the matrix runs it on.
+        group: a name for several models; ``--models`` with it takes all of them.
+        needs: packages beside torch. If one is not installed, the table lists the rows as left out.
+        own_weights: whether ``kind`` draws the weights, the same at every call.
     """
 
     kind: Callable[..., nn.Module]
@@ -63,13 +64,16 @@ class Model:
 
     @property
     def missing(self) -> list[str]:
-        """The packages of ``needs`` that are not installed."""
+        """Return the packages of ``needs`` that are not installed."""
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
 
 class ParityModel(nn.Module):
-    """Embedding, ``layers``, called one after the other unless :meth:`features` is another one,
-    norm and head, which predicts ``vocab`` tokens, and the loss computed whole or in chunks."""
+    """Embedding, ``layers``, norm and head, with the loss computed whole or in chunks.
+
+    The layers run one after the other unless :meth:`features` is overridden. The head predicts
+    ``vocab`` tokens.
+    """
 
     chunks = 1
     """In how many parts the loss is computed."""
@@ -94,7 +98,7 @@ class ParityModel(nn.Module):
         self.head = nn.Linear(dim, vocab, bias=False)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids ``[batch, SEQ]`` int64 to the head's input ``[rows, dim]``."""
+        """Compute the head's input ``[rows, dim]`` from token ids ``[batch, SEQ]`` int64."""
         x = self.embed(tokens)
         for layer in self.layers.children():
             for _ in range(self.calls):
@@ -102,7 +106,7 @@ class ParityModel(nn.Module):
         return self.norm(x).flatten(0, 1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, a scalar float32. ``targets`` ``[batch, SEQ]`` int64."""
+        """Compute the mean cross-entropy, a scalar float32; ``targets`` are ``[batch, SEQ]`` int64."""
         features = self.features(tokens)
         targets = targets[:, -features.shape[0] // tokens.shape[0] :].flatten()
         parts = self.chunks * self.head_chunks

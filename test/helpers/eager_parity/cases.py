@@ -1,4 +1,4 @@
-"""What people do around a training step: the cases of the rows ``everyday/*``.
+"""Run what people do around a training step: the cases of the rows ``everyday/*``.
 
 A case is a function of a :class:`Way`, which shards and compiles a model. It yields one text per
 step, a hash of this rank's weights and whatever else has to be equal (a loss of an evaluation).
@@ -55,11 +55,11 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]``.
+    """A decoder: token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]``.
 
     Args:
-        breaks: ``""``, or where Dynamo breaks the graph: ``"between"`` blocks, ``"inside"`` one, or
-            in the ``"loop"`` over them, where it gives up on the whole ``forward``.
+        breaks: where Dynamo breaks the graph: ``""`` nowhere, ``"between"`` blocks, ``"inside"``
+            one, or in the ``"loop"`` over them, where it gives up on the whole ``forward``.
     """
 
     def __init__(self, *, breaks: str = "", dim: int = 32, seed: int = 0) -> None:
@@ -118,12 +118,12 @@ class Way:
         return model
 
     def backend(self, compiler: Any = "aot_eager", **options: Any) -> BucketingBackend:
-        """For the model that was sharded last."""
+        """Return the backend for the model that was sharded last."""
         self.backends.append(teb.backend(compiler, passes=self._passes, **options))
         return self.backends[-1]
 
     def compile(self, model: nn.Module, compiler: Any = "aot_eager", **options: Any) -> Any:
-        """What to call in place of ``model``; ``options`` of ``torch.compile``."""
+        """Return what to call in place of ``model``; ``options`` are those of ``torch.compile``."""
         if not self.compiled:
             return model
         return torch.compile(model, backend=self.backend(compiler, model=model), **options)
@@ -142,7 +142,7 @@ def train(
     forward: Any = contextlib.nullcontext,
     first: int = 0,
 ) -> Iterator[str]:
-    """Steps without end, a hash of the weights after each; ``forward()`` is a context."""
+    """Train without end; yield a hash of the weights after each step. ``forward()`` is a context."""
     optimizer = optimizer or adamw(model)
     for step in itertools.count(first):
         with forward():
@@ -163,16 +163,20 @@ def whole(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     **training: Any,
 ) -> Iterator[str]:
-    """The model compiled by ``torch.compile`` with the options ``compiled``; ``training`` as of
-    :func:`train`."""
+    """Compile the whole model by ``torch.compile`` with the options ``compiled``.
+
+    ``training`` are the options of :func:`train`.
+    """
     model = way.shard(Small(breaks=breaks), units, dtype)
     run = way.compile(model, **(compiled or {}))
     return train(run, model, optimizer=optimizer and optimizer(model), **training)
 
 
 def regional(way: Way, units: Sequence[str], shared: bool = False) -> Iterator[str]:
-    """Each block compiled by itself, of which the first may be the second, too; the rest runs
-    uncompiled."""
+    """Compile each block by itself; the rest runs uncompiled.
+
+    The first block may be the second, too.
+    """
     model = Small()
     if shared:
         model.blocks[1] = model.blocks[0]
@@ -185,12 +189,12 @@ def regional(way: Way, units: Sequence[str], shared: bool = False) -> Iterator[s
 
 
 def another_length(step: int) -> int:
-    """In every step."""
+    """Train with another sequence length in every step."""
     return 8 + 3 * step
 
 
 def evaluating(way: Way, mode: Any) -> Iterator[str]:
-    """An evaluation after every step, in ``mode()``."""
+    """Evaluate after every step, in ``mode()``."""
     model = way.shard(Small())
     run = way.compile(model)
     for step, trained in enumerate(train(run, model)):
@@ -206,7 +210,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def decayed(model: nn.Module, **kind: bool) -> torch.optim.Optimizer:
-    """Weight decay for some, chosen by name."""
+    """Train with weight decay for some parameters, chosen by name."""
     some = [p for name, p in model.named_parameters() if name.endswith(("up.weight", "scale"))]
     others = [p for p in model.parameters() if all(p is not q for q in some)]
     assert len(some) == 4
@@ -218,7 +222,7 @@ def decayed(model: nn.Module, **kind: bool) -> torch.optim.Optimizer:
 
 
 def two_models(way: Way) -> Iterator[str]:
-    """Two in one process, trained in turn, one inside the other's steps."""
+    """Train two models in one process in turn, one inside the other's steps."""
     runs = []
     for seed, units in ((0, UNITS), (1, SEPARATE_UNITS)):
         model = way.shard(Small(seed=seed), units)
@@ -227,7 +231,7 @@ def two_models(way: Way) -> Iterator[str]:
 
 
 def max_autotune(way: Way) -> Iterator[str]:
-    """``mode="max-autotune-no-cudagraphs"``, Inductor on the kernels that eager runs."""
+    """Compile with ``mode="max-autotune-no-cudagraphs"``, Inductor on the kernels that eager runs."""
     model = way.shard(Small())
     run = way.compile(model, "inductor", mode="max-autotune-no-cudagraphs")
     steps = train(run, model)
@@ -238,8 +242,10 @@ def max_autotune(way: Way) -> Iterator[str]:
 
 
 def resume(way: Way, fewer: bool = False) -> Iterator[str]:
-    """Two steps the other way, saved with ``torch.distributed.checkpoint``, and on from there, on
-    all ranks or the first two."""
+    """Train two steps the other way, save, and go on from there, on all ranks or on the first two.
+
+    The checkpoint is one of ``torch.distributed.checkpoint``.
+    """
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     mesh = way.submesh if fewer else way.mesh
@@ -316,18 +322,18 @@ class CaseRuns(Runs):
     """A case under eager FSDP2 and compiled."""
 
     def ways(self) -> tuple[Way, Way]:
-        """Eager FSDP2, and compiled."""
+        """Return eager FSDP2, and compiled."""
         folder = Path(self.rank.store_path).parent / "checkpoints" / self.row.case
         eager = Way(False, self.mesh, DeviceMesh("cpu", [0, 1]), str(folder))
         return eager, replace(eager, compiled=True, backends=[])  # a case may change its way
 
     def run(self, way: Way) -> list[str]:
-        """A text per step."""
+        """Run the case; return a text per step."""
         torch._dynamo.reset()  # it gives up on code for good, and cases share theirs
         return list(itertools.islice(CASES[self.row.case](way), self.steps))
 
     def report(self) -> RowReport:
-        """Run both; an error of the compiled run is part of the report."""
+        """Run both; put an error of the compiled run into the report."""
         clock = time.perf_counter()
         report = RowReport(self.row)
         eager, compiled = self.ways()

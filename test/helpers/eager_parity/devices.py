@@ -1,4 +1,4 @@
-"""Ranks on GPUs or on the CPU, and the machine that estimates are for.
+"""Start ranks on GPUs or on the CPU, and describe the machine that estimates are for.
 
 With a GPU for every rank each takes one; otherwise ranks share what there is, as separate simulated
 hosts that talk over the loopback interface. Their step times say nothing of a real network.
@@ -17,11 +17,11 @@ from torch_ext_bucketing.testing.ranks import Rank
 
 
 def nccl_environment(rank: int, ranks: int, devices: int) -> dict[str, str]:
-    """Environment variables of one NCCL rank.
+    """Return the environment variables of one NCCL rank.
 
     With a GPU for every rank NCCL is left alone. With fewer, NCCL refuses two ranks on one GPU of
-    one host, so every rank says that it is a host of its own (``NCCL_HOSTID``) and talks over
-    sockets on the loopback interface.
+    one host, so every rank claims to be a host of its own (``NCCL_HOSTID``) and talks over sockets
+    on the loopback interface.
     """
     # cuBLAS picks an algorithm by what workspace it has; a fixed one is asked for by name.
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -42,8 +42,7 @@ def nccl_environment(rank: int, ranks: int, devices: int) -> dict[str, str]:
 
 
 def start(rank: Rank, backend_name: str) -> torch.device:
-    """Join the process group, ``"nccl"`` or ``"gloo"``; returns the rank's device, the current
-    one."""
+    """Join the process group, ``"nccl"`` or ``"gloo"``; return the rank's device, the current one."""
     torch.set_num_threads(1)
     # A graph from a cache has not been through the passes.
     inductor_config.fx_graph_cache = False
@@ -76,13 +75,13 @@ def start(rank: Rank, backend_name: str) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done what it was given."""
+    """Wait until ``device`` has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def why_no_nccl() -> str:
-    """Why there can be no rank on a GPU here; "" where there can."""
+    """Return why there can be no rank on a GPU here, ``""`` if there can."""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"
     if not dist.is_nccl_available():
@@ -91,7 +90,7 @@ def why_no_nccl() -> str:
 
 
 def nodes(gb_per_s: float | None) -> Machine:
-    """Nodes of 8 H100s, with so many GB/s of each rank between them; None: :data:`H100`'s."""
+    """Return nodes of 8 H100s with the given GB/s of each rank between them, or :data:`H100`."""
     if gb_per_s is None:
         return H100
     assert isinstance(H100.inter, Level)

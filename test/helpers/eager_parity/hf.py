@@ -1,4 +1,4 @@
-"""Models of transformers and timm, tiny, with their own weights drawn anew."""
+"""Make tiny models of transformers and timm, with their own weights drawn anew."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The models of the parity rows: tiny, and shaped where parameter orders go wrong.
+"""Define the models of the parity rows: tiny, and shaped where parameter orders go wrong.
 
 Each maps a batch to its mean cross-entropy. All use only operators whose bits are the same when
 autograd runs them and when AOTAutograd's graph is replayed. A new one is an entry of
@@ -43,7 +43,7 @@ class Llama(ParityModel):
         return self.through(list(self.layers.children()), tokens)
 
     def through(self, layers: Sequence[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
-        """:meth:`features` by some of the layers."""
+        """Run :meth:`features` through some of the layers."""
         x = self.embed(tokens)
         for layer in layers:
             x = layer(x, self.rope_cos, self.rope_sin)
@@ -175,7 +175,10 @@ class UnevenBlock(nn.Module):
 
 
 class Uneven(ParityModel):
-    """Dim 0 of most parameters is 3, 5 or 7 modulo 8, and 1 for one per block."""
+    """A decoder of :class:`UnevenBlock`: no number of ranks divides dim 0 of most parameters.
+
+    It is 3, 5 or 7 modulo 8, and 1 for one parameter per block.
+    """
 
     def __init__(self, layers: int, dim: int = 61, hidden: int = 75) -> None:
         blocks = nn.ModuleList(UnevenBlock(dim, hidden) for _ in range(layers))
@@ -260,7 +263,7 @@ class Reuse(ParityModel):
             self.head.weight = self.embed.weight
 
 
-# --- models in which several units read one activation -------------------------------------------
+# --- models whose activations are read by several units --------------------------------------------
 
 # Eager FSDP2 adds the gradients of what they read by unit.
 
@@ -285,7 +288,7 @@ class SharedAttention(nn.Module):
 
 
 class TranslatorLayer(nn.Module):
-    """Of an encoder or a decoder, with the position bias that all layers of it share."""
+    """A layer of an encoder or a decoder, with the position bias that all layers of it share."""
 
     def __init__(self, dim: int, *, decodes: bool) -> None:
         super().__init__()
@@ -304,7 +307,7 @@ class TranslatorLayer(nn.Module):
 
 
 class Translator(ParityModel):
-    """An encoder and a decoder of so many layers each, as T5."""
+    """An encoder and a decoder of equally many layers, as in T5."""
 
     def __init__(self, layers: int, dim: int = 32) -> None:
         sides = [decodes for decodes in (False, True) for _ in range(layers + 1)]
@@ -342,7 +345,7 @@ class Level(nn.Module):
 
 
 class UNet(ParityModel):
-    """So many levels down, one at the bottom, and the same up again, with skip connections."""
+    """Levels down, one at the bottom, and the same up again, with skip connections."""
 
     def __init__(self, layers: int, dim: int = 32) -> None:
         depth = layers + 1
@@ -386,7 +389,7 @@ class ValueBlock(nn.Module):
 
 
 class ValueResidual(ParityModel):
-    """A decoder every block of which reads the first block's values."""
+    """A decoder whose blocks all read the first block's values."""
 
     def __init__(self, layers: int, dim: int = 32) -> None:
         super().__init__(dim, nn.ModuleList(ValueBlock(dim) for _ in range(layers + 2)))
@@ -414,8 +417,10 @@ class NextToken(nn.Module):
 
 
 class MultiToken(ValueResidual):
-    """Several tokens are predicted at once, one module after the other, as in DeepSeek-V3; all
-    share the embedding and the head."""
+    """A decoder that predicts several tokens at once, module after module, like DeepSeek-V3.
+
+    All modules share the embedding and the head.
+    """
 
     def __init__(self, layers: int, dim: int = 32) -> None:
         super().__init__(layers, dim)
@@ -475,18 +480,18 @@ class Branch(Llama):
 
 
 def experts_then_blocks(model: nn.Module) -> list[Unit]:
-    """Each block's experts before the block, then the root."""
+    """Return each block's experts before the block, then the root."""
     *blocks, root = blocks_then_root(model)
     return [unit for block in blocks for unit in (f"{block}.experts", block)] + [root]
 
 
 def short_or_not(step: int, rank: int, size: int) -> tuple[object, ...]:
-    """A batch, and whether a block is left out."""
+    """Return a batch, and whether a block is left out."""
     return (*batch_of(step, rank, size), step % 3 == 1)
 
 
 def _float8(layers: int, dim: int | None = None) -> nn.Module:
-    """The decoder with linears that multiply in float8, and gather so; the head does not."""
+    """Make the decoder with float8 linears and float8 gathers; the head is not converted."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     return convert_to_float8_training(
@@ -540,13 +545,15 @@ MODELS: dict[str, Model] = {
 
 
 def units_of(name: str, model: nn.Module) -> list[Unit]:
-    """The ``fully_shard`` calls of one of :data:`MODELS`, the root last."""
+    """Return the ``fully_shard`` calls of one of :data:`MODELS`, the root last."""
     return MODELS[name].units(model)
 
 
 def build(name: str, *, layers: int = 1, dim: int | None = None, chunks: int = 1) -> nn.Module:
-    """A model of ``layers`` blocks, its weights equal bit for bit for equal arguments; ``dim`` is
-    instead of its own width, ``chunks`` in how many parts the loss is computed."""
+    """Build a model of ``layers`` blocks, with weights equal bit for bit for equal arguments.
+
+    ``dim`` is instead of its own width; the loss is computed in ``chunks`` parts.
+    """
     about = MODELS[name]
     dim = dim or about.width
     model = about.kind(layers) if dim is None else about.kind(layers, dim)

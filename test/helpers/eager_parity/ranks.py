@@ -1,8 +1,7 @@
-"""What each rank does for the rows of :mod:`.rows`: every row eager, compiled, and as a
-control with buckets in graph order.
+"""Run the rows of :mod:`.rows` on a rank: eager, compiled, and with buckets in graph order.
 
-All runs of a row start from the same weights and see the same text. After every step each rank
-hashes its shards; the launching process compares the hashes of all ranks.
+All runs of a row start from the same weights and see the same text. The run in graph order is the
+control. After every step each rank hashes its shards; the launching process compares the hashes.
 """
 
 import contextlib
@@ -82,16 +81,17 @@ for backward, is a kind of its own."""
 
 @dataclass
 class RowReport:
-    """A row on one rank; losses, and digests of its weights after every step, by the run's name.
+    """Result of a row on one rank; losses and digests of its weights after every step, by run.
 
     Attributes:
-        layout_differences: where buckets lie otherwise than eager FSDP2's payloads, in words.
-        before: what a step of the graphs would send as traced, and ``after`` what it sends.
-        eager_collectives: of a step, by kind.
-        notes: what compile reports say was left alone or could not be done.
+        layout_differences: how buckets differ from eager FSDP2's payloads, in words.
+        before: what a step of the graphs would send as traced.
+        after: what a step sends.
+        eager_collectives: collectives of an eager step, by kind.
+        notes: what compile reports list as left alone or as impossible.
         warned: number of warnings that bits are not eager's.
-        merged: collectives that buckets replaced.
-        error: the end of the compiled run, where that raised.
+        merged: number of collectives that buckets replaced.
+        error: the end of the traceback, if the compiled run raised.
     """
 
     row: Row
@@ -109,11 +109,11 @@ class RowReport:
     seconds: float = 0.0
 
     def ran(self, name: str, done: Trained) -> None:
-        """Keep a run."""
+        """Store the results of a run."""
         self.digests[name], self.loss[name] = done.digests, done.loss
 
     def look(self, reports: Sequence[CompileReport], expected: int = 0) -> None:
-        """Keep what the reports of a compiled run say, which has so many of them, or any number."""
+        """Store what the reports of a compiled run contain, and check their number if given."""
         found = []
         if expected and len(reports) != expected:
             found.append(f"compiled {len(reports)} times")
@@ -133,13 +133,13 @@ def _mesh(device: str, sizes: tuple[int, ...]) -> DeviceMesh:
 
 
 def mesh_of(row: Row) -> DeviceMesh:
-    """The mesh of all ranks."""
+    """Make the mesh of all ranks."""
     return _mesh(row.device, row.mesh)
 
 
 @contextlib.contextmanager
 def row_group(rank: Rank, row: Row) -> Iterator[None]:
-    """A ring group of the row's nodes; on GPUs NCCL's."""
+    """Join a ring group of the row's nodes; on GPUs NCCL's."""
     if row.device == "cpu":
         topology = RingTopology(row.per_node, CHANNELS, row.chunk_bytes)
         with ring_rank(rank, topology):
@@ -154,9 +154,11 @@ def row_group(rank: Rank, row: Row) -> Iterator[None]:
 
 @contextlib.contextmanager
 def aten_kernels() -> Iterator[None]:
-    """While this lasts, Inductor compiles every operator to the kernel that eager runs: nothing is
-    decomposed, no cast is dropped and no code is generated. The rest of Inductor stays: its passes
-    and ours, its scheduling, its wrapper."""
+    """Make Inductor compile every operator to the kernel that eager runs.
+
+    Nothing is decomposed, no cast is dropped and no code is generated. The rest of Inductor stays:
+    its passes and ours, its scheduling, its wrapper.
+    """
     table = decomposition.decompositions
     removed = dict(table)
     table.clear()
@@ -174,9 +176,11 @@ Sent = list[tuple[str, str, int]]
 
 
 class Tally(teb.GraphPass):
-    """Compiles as ``"aot_eager"`` does, by running graphs as they are, and counts what they send,
-    each time that one of them runs, and what they would send as traced: as the first pass of the
-    joint graph."""
+    """A backend that runs graphs as they are, like ``"aot_eager"``, and counts what they send.
+
+    It counts each run of a graph; as the first pass of the joint graph, it counts what a run would
+    send as traced.
+    """
 
     stage: ClassVar[Stage] = "joint"
 
@@ -187,7 +191,7 @@ class Tally(teb.GraphPass):
         self._traced: Sent = []
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Look at ``graph`` before any pass has changed it."""
+        """Count ``graph``'s collectives before any pass has changed it."""
         self._traced = collectives_of(graph_of(graph).nodes, self._per_node)
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -207,7 +211,7 @@ class Tally(teb.GraphPass):
 
 
 def collectives_of(nodes: Iterable[fx.Node], per_node: int) -> Sent:
-    """The collectives of parameters among ``nodes``."""
+    """Return the collectives of parameters among ``nodes``."""
     return [
         (_level(node, per_node), str(kind_of(node)), wire_bytes(node))
         for node in nodes
@@ -232,8 +236,8 @@ def add_sent(traffic: Traffic, sent: Sent) -> None:
 class Runs:
     """All runs of one row on one rank.
 
-    A subclass says how a model of its own is made (:meth:`plain`, :meth:`eager`, :meth:`sharded`)
-    and what a step of it is.
+    A subclass makes a model of its own (:meth:`plain`, :meth:`eager`, :meth:`sharded`) and defines
+    a step of it.
     """
 
     def __init__(self, rank: Rank, row: Row, mesh: DeviceMesh, steps: int) -> None:
@@ -271,7 +275,7 @@ class Runs:
     def run_compiled(
         self, name: str, eager: nn.Module, payloads: Sequence[Payload] | None, report: RowReport
     ) -> None:
-        """A compiled run; without ``payloads`` it is the control, in graph order."""
+        """Train compiled; without ``payloads`` it is the control, in graph order."""
         model, tally = self.sharded(), Tally(self.row.per_node)
         passes = self.passes(model, eager)
         if payloads is None:
@@ -296,7 +300,7 @@ class Runs:
     # --- models ---------------------------------------------------------------------
 
     def plain(self) -> tuple[nn.Module, DeviceMesh]:
-        """The model before data parallelism, on its device, and the mesh for that."""
+        """Return the model before data parallelism, on its device, and the mesh for that."""
         row = self.row
         dim = DIMS[row.device]
         model = build(row.model, layers=row.layers, dim=dim, chunks=row.chunks).to(row.device)
@@ -309,13 +313,15 @@ class Runs:
         return model, self.mesh["outer"]
 
     def units(self, model: nn.Module) -> list[Unit]:
-        """The ``fully_shard`` calls; no unit beside blocks that are compiled by themselves has
-        parameters of several modules."""
+        """Return the ``fully_shard`` calls.
+
+        With blocks compiled by themselves, no other unit has parameters of several modules.
+        """
         units = units_of(self.row.model, model)
         return [*units[:-1], "embed", "norm", "head", ""] if self.row.regional else units
 
     def eager(self) -> nn.Module:
-        """Eager FSDP2, or torch's ``replicate``."""
+        """Return the model under eager FSDP2, or under torch's ``replicate``."""
         model, mesh = self.plain()
         if self.row.checkpoint:
             checkpoint_blocks(model, self.row.checkpoint)
@@ -337,7 +343,7 @@ class Runs:
         return model
 
     def payloads(self, eager: nn.Module) -> list[Payload]:
-        """What the collectives of eager FSDP2 carry."""
+        """Return the payloads of eager FSDP2's collectives."""
         sizes = self.row.data_sizes
         return fsdp_payloads(
             eager,
@@ -350,7 +356,7 @@ class Runs:
         )
 
     def sharded(self) -> nn.Module:
-        """The model with one collective per parameter."""
+        """Return the model with one collective per parameter."""
         model, mesh = self.plain()
         if self.row.client == "torchtitan":
             from torchtitan.experiments.graph_trainer import simple_fsdp
@@ -368,7 +374,7 @@ class Runs:
         return model
 
     def passes(self, model: nn.Module, eager: nn.Module) -> list[teb.GraphPass]:
-        """The recipe, with what eager FSDP2 gathers again: all but the root's own parameters."""
+        """Return the recipe; it gathers all again but the root's own parameters, as eager FSDP2 does."""
         units = self.units(model)
         if self.row.memory:
             bound = teb.PeakMemory(ratio=self.row.memory)
@@ -385,7 +391,7 @@ class Runs:
     # --- steps ----------------------------------------------------------------------
 
     def compiled(self, model: nn.Module, compiler: BucketingBackend) -> Callable[..., Any]:
-        """What to call in the place of ``model``."""
+        """Return what to call in the place of ``model``."""
         torch._dynamo.reset()
         if self.row.regional:
             for layer in model.get_submodule("layers").children():
@@ -394,7 +400,7 @@ class Runs:
         return torch.compile(model, backend=compiler, fullgraph=True)
 
     def batch(self, number: int) -> tuple[Any, ...]:
-        """This rank's batch; tensor-parallel ranks all see the same."""
+        """Return this rank's batch, the same on all tensor-parallel ranks."""
         row = self.row
         shard = dist.get_rank() // (row.mesh[1] if row.tensor else 1)
         batch = MODELS[row.model].batch(number, shard, BATCHES[row.device])
@@ -407,7 +413,7 @@ class Runs:
         compiler: BucketingBackend | None = None,
         after_first: Callable[[], None] = lambda: None,
     ) -> Step:
-        """A step of ``model``, called as ``forward``; ``after_first`` is called after number 0."""
+        """Take a step of ``model``, called as ``forward``; call ``after_first`` after step 0."""
         row = self.row
         once: Any = contextlib.nullcontext()
         if compiler is not None and row.sync == "last":
@@ -430,24 +436,22 @@ class Runs:
         return run
 
     def loss(self, forward: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
-        """Of the batch of that number."""
+        """Return the loss of a step's batch."""
         return forward(*self.batch(number)) * self.scale
 
     def train(
         self, model: nn.Module, step: Step, stop_unlike: Sequence[str] | None = None
     ) -> Trained:
-        """All steps, or those to the first after which a rank's weights differ from
-        ``stop_unlike``."""
+        """Train all steps, or those to the first after which weights differ from ``stop_unlike``."""
         again = self.row.graphs > 1 or self.row.regional
         return train(model, step, self.steps, recompiles=again, stop_unlike=stop_unlike)
 
 
 def gathered_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of the parameters that follow FSDP2's protocol for gathers of their own, by canonical FQN:
-    the bytes of each tensor that this rank gives to the all-gather, in its order.
+    """Return the bytes of each tensor that this rank gives to an all-gather, by canonical FQN.
 
-    The classes are asked for these tensors, which may communicate: every rank calls it, between
-    steps.
+    Only parameters with FSDP2 all-gather extensions are listed. Their classes make these tensors
+    and may communicate, so every rank has to call this, between steps.
     """
     names = parameter_names(model)
     states: Any = dict.fromkeys(filter(None, map(_get_module_state, model.modules())))
@@ -467,19 +471,19 @@ def wrap_units(
     wrap: Callable[..., Any] = fully_shard,
     **options: Any,
 ) -> None:
-    """Call ``fully_shard``, or another, for each unit."""
+    """Call ``fully_shard``, or another function, for each unit."""
     for unit in units:
         modules = [model.get_submodule(n) for n in ([unit] if isinstance(unit, str) else unit)]
         wrap(modules[0] if len(modules) == 1 else modules, **options)
 
 
 def in_graph_order(bucket: teb.BucketByUnit) -> teb.BucketByUnit:
-    """The same buckets, packed in graph order."""
+    """Return the same passes with buckets packed in graph order."""
     return teb.BucketByUnit(bucket.units, kinds=bucket.kinds, payload_order=None)
 
 
 def checkpoint_blocks(model: nn.Module, kind: str) -> None:
-    """Recompute every block in backward, all of it or what is no matmul."""
+    """Recompute every block in backward, all of it or all but its matmuls."""
     settings: dict[str, Any] = {}
     if kind == "selective":
         settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -495,7 +499,7 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list[str]:
-    """In words, where the buckets of the one compile differ from eager FSDP2's payloads."""
+    """Describe where a compile's buckets differ from eager FSDP2's payloads."""
     if len(compiler.reports) != 1:
         raise RuntimeError(f"compiled {len(compiler.reports)} times instead of once")
     report = compiler.last_report()

@@ -1,16 +1,15 @@
-"""The rows of the parity harness: what is trained, and in which way. Data alone, no torch.
+"""Define the rows of the parity harness: what is trained, and how. Imports no torch.
 
-A :class:`Row` trains one model of :data:`.models.MODELS` under eager FSDP2 and compiled, on
-the passes of :func:`.recipe`, and the weights are compared after every step. To add
+A :class:`Row` trains one model of :data:`.models.MODELS` under eager FSDP2 and compiled, on the
+passes of :func:`.recipe`, and compares the weights after every step. To add
 
-- a model: an entry of ``MODELS``. Every row of the matrix there is for it comes of its own:
-  models x topologies x backends x parallelism x dtypes (:func:`matrix`);
-- a way to train: a field of :class:`Row`, read in ``ranks.Runs``, and rows in :data:`ROWS`;
-- something around the step (a checkpoint, an evaluation, graph breaks): a case of
+- a model: add an entry of ``MODELS``. :func:`matrix` makes its rows: models x topologies x backends
+  x parallelism x dtypes;
+- a way to train: add a field of :class:`Row`, read in ``ranks.Runs``, and rows in :data:`ROWS`;
+- something around the step (a checkpoint, an evaluation, graph breaks): add a case of
   ``cases.CASES``, which is a row by itself.
 
-A model with ``needs``, or a row on torchtitan, is left out where that is not installed, and the
-table says so.
+A row whose packages are not installed is left out, and the table lists it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CHUNK_BYTES = 128
 
 TOPOLOGIES = ("2x2", "4x2")
 MORE_TOPOLOGIES = ("1x2",)
-"""For GPUs: one pair of ranks, of which HSDP would have no replicas."""
+"""For GPUs: one pair of ranks, too few for HSDP."""
 
 
 @dataclass(frozen=True)
@@ -39,40 +38,40 @@ class Row:
     """One way to train one model.
 
     Args:
-        name: what ``--rows`` and ``--only`` match.
-        model: of ``models.MODELS``; of torchtitan's own where ``client`` says so.
-        nodes: simulated.
+        name: the name that ``--rows`` and ``--only`` match.
+        model: an entry of ``models.MODELS``, or one of torchtitan's for its ``client``.
+        nodes: number of simulated nodes.
         mesh: sizes of the mesh: (ranks), (replicas, shards) or (shards, tensor-parallel ranks).
-        backend: of ``torch.compile``.
-        mode: of ``data_parallel``.
-        dtype: of gathers, computation and reductions; weights and optimizer are float32. Gradients
-            computed in bfloat16 would prove little about float32 reductions: the sum of a few of
-            them is mostly exact in float32, in whatever order.
+        backend: backend of ``torch.compile``.
+        mode: mode of ``data_parallel``.
+        dtype: dtype of gathers, computation and reductions; weights and optimizer are float32.
+            Gradients computed in bfloat16 would prove little about float32 reductions: a sum of a
+            few of them is mostly exact in float32, in any order.
         device: ``"cpu"``, on a ring group, or ``"cuda"``, on NCCL.
-        client: whose sharding is compiled: this package's ``data_parallel``, or torchtitan's as it
-            is installed; or torchtitan's of its own model, by Dynamo or by its graph trainer's
-            tracer.
+        client: the sharding that is compiled: this package's ``data_parallel`` or torchtitan's as
+            it is installed; or torchtitan's of its own model, traced by Dynamo or by its graph
+            trainer.
         tensor: tensor parallelism over the mesh's second dimension: parameters cut by hand, or by
-            ``parallelize_module``, with the sequence sharded between blocks or not.
-        layers: blocks; of torchtitan's models from the first on, 0 for all.
-        chunks: in how many parts the loss is computed.
-        to: gather again for backward among so many ranks, or with ``memory`` let it be chosen; 0:
-            among all.
-        memory: one bound on what a step holds, in parts of its peak with all computed and gathered
-            again, under which it is chosen what is not; 0: none.
+            ``parallelize_module``, with or without the sequence sharded between blocks.
+        layers: number of blocks; for torchtitan's models the first ones, 0 for all.
+        chunks: number of parts of the loss.
+        to: size of the group that gathers again for backward; with ``memory``, one that may be
+            chosen. 0: all ranks.
+        memory: a bound on a step's memory, relative to its peak with everything computed and
+            gathered again; what is kept is chosen under it. 0: no bound.
         microbatches: forwards and backwards per step.
         sync: when gradients are reduced, after each backward or after the last.
         gather_once: whether parameters are gathered before the first forward of a step alone.
-        checkpoint: activation checkpointing of every block, of all of it or saving its matmuls.
-        regional: each block is compiled by itself, and the rest, whose every parameter is a unit,
-            is not: what that sends is not counted.
+        checkpoint: activation checkpointing of every block, full or saving its matmuls.
+        regional: each block is compiled by itself. The rest is not compiled, each of its parameters
+            is a unit, and its collectives are not counted.
         graphs: pairs of forward and backward graphs that a run compiles.
-        chunk_bytes: of a buffer that go to one ring channel in a row.
-        expert: ranks that share the experts.
-        spmd: of torchtitan's own models: its backend for what is no data parallelism.
-        case: of ``cases.CASES``, which has a model of its own, and no control.
-        layout: whether members and byte offsets of all buckets have to be those of eager FSDP2.
-        unlike: why the bits can't be eager FSDP2's. Then they must not be, and a warning says so.
+        chunk_bytes: consecutive bytes of a buffer that go to one ring channel.
+        expert: number of ranks that share the experts.
+        spmd: torchtitan's backend for parallelism other than data parallelism, for its own models.
+        case: an entry of ``cases.CASES``, which has a model of its own, and no control.
+        layout: whether members and byte offsets of all buckets must be those of eager FSDP2.
+        unlike: why the bits can't be eager FSDP2's. Then they must differ, with a warning.
     """
 
     name: str
@@ -112,12 +111,12 @@ class Row:
 
     @property
     def data_sizes(self) -> tuple[int, ...]:
-        """The mesh of data parallelism alone: (shards) or (replicas, shards)."""
+        """Return the mesh of data parallelism alone: (shards) or (replicas, shards)."""
         return self.mesh[:1] if self.tensor else self.mesh
 
     @property
     def why_no_control(self) -> str:
-        """Why payload order can't change a bit here, or "" where it can."""
+        """Return why payload order can't change a bit here, or ``""`` if it can."""
         if self.case:
             return "the case has no control"
         if max(self.data_sizes) == 2:
@@ -127,7 +126,7 @@ class Row:
         return ""
 
     def why_left_out(self, models: Mapping[str, Model]) -> str:
-        """What is missing to run it; "" where nothing is."""
+        """Return what is missing to run the row, ``""`` if nothing is."""
         missing = models[self.model].missing if self.model in models else []
         if self.client != "ours" and importlib.util.find_spec("torchtitan") is None:
             missing = [*missing, "torchtitan"]
@@ -151,8 +150,11 @@ def matrix(
     device: Literal["cpu", "cuda"] = "cpu",
     layers: int = 1,
 ) -> Iterator[Row]:
-    """Models x topologies (nodes x ranks per node) x parallelism x dtypes x backends, as far as a
-    model is meant for them; names look like ``llama/2x2/aot_eager/fsdp/bf16``."""
+    """Yield models x topologies (nodes x ranks per node) x parallelism x dtypes x backends.
+
+    Combinations that a model is not meant for are left out. Names look like
+    ``llama/2x2/aot_eager/fsdp/bf16``.
+    """
     dtypes: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
     for topology in topologies:
         nodes, per_node = (int(n) for n in topology.split("x"))
@@ -190,7 +192,7 @@ _SPLIT = (
 
 
 def _spmd_types() -> Iterator[Row]:
-    """torchtitan's models on its default backend."""
+    """Return torchtitan's models on its default backend."""
     ways: dict[str, dict[str, Any]] = {
         "llama3": {},
         "llama3_hsdp": {"mesh": (2, 2), "mode": "hybrid_shard"},

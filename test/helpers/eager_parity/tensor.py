@@ -1,5 +1,4 @@
-"""Two kinds of tensor parallelism: parameters cut by hand, as Megatron cuts them, and torch's
-``parallelize_module``."""
+"""Apply tensor parallelism by hand, as Megatron does, or by torch's ``parallelize_module``."""
 
 from typing import Any
 
@@ -53,7 +52,7 @@ def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 class TensorParallelBlock(Block):
-    """A decoder block of which this rank has some heads and some columns of the MLP."""
+    """A decoder block; this rank has some of its heads and some columns of its MLP."""
 
     group: str
 
@@ -65,8 +64,11 @@ class TensorParallelBlock(Block):
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep one rank's part of every :class:`.Block`, in place, as Megatron cuts it: the inner
-    projections by rows, those that leave a branch by columns. Parameters stay plain tensors."""
+    """Keep one rank's part of every :class:`.Block`, in place, as Megatron cuts it.
+
+    The inner projections are cut by rows, those that leave a branch by columns. Parameters stay
+    plain tensors.
+    """
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
     for block in model.get_submodule("layers").children():
         assert isinstance(block, Block)
@@ -137,8 +139,10 @@ class TensorBlock(nn.Module):
 
 
 class TensorDecoder(ParityModel):
-    """A decoder for ``parallelize_module``: every parameter in a module without children. With
-    ``shares`` every block reads what the first one reads."""
+    """A decoder for ``parallelize_module``: every parameter is in a module without children.
+
+    With ``shares`` every block reads the first block's inputs.
+    """
 
     def __init__(self, layers: int, dim: int, *, shares: bool = False) -> None:
         super().__init__(dim, nn.ModuleList(TensorBlock(dim) for _ in range(layers)))
@@ -157,8 +161,10 @@ class TensorDecoder(ParityModel):
 
 
 def block_plan(*, sequence: bool) -> dict[str, Any]:
-    """Styles of ``parallelize_module`` for a pre-norm block with ``attention`` and SwiGLU, as
-    Megatron cuts it; ``sequence``: shard the sequence between the parts, too."""
+    """Return styles of ``parallelize_module`` for a pre-norm block, sharded as Megatron does.
+
+    The block has ``attention`` and SwiGLU. ``sequence``: shard the sequence between the parts, too.
+    """
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {
         "attention.wq": ColwiseParallel(),
@@ -185,7 +191,7 @@ def block_plan(*, sequence: bool) -> dict[str, Any]:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Column and row shards of every block, embedding and head, by ``parallelize_module``."""
+    """Shard columns and rows of every block, embedding and head, by ``parallelize_module``."""
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),

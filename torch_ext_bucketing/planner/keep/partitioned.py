@@ -33,7 +33,7 @@ from typing import Any
 import torch.fx as fx
 
 from ..._torch import aot as _aot
-from ...bucketing.plan import BucketPlanner, planned
+from ...bucketing.plan import BucketPlanner, checked_plan
 from ...bucketing.units import ByUnit, unit_of
 from ...fsdp.chains import parameter_chains, read_in_forward
 from ...fsdp.units import Units
@@ -513,7 +513,7 @@ def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Un
 def _merged(model: Model, planner: BucketPlanner, costs: Costs, rank_order: bool) -> Model:
     """The model of a half with the buckets that ``planner`` plans for the half's graph."""
     graph, joint = _graph_of(model)
-    plan = planned(planner, GraphAnalysis(graph, costs.hints))
+    plan = checked_plan(planner, GraphAnalysis(graph, costs.hints))
     buckets = [replace(b, members=tuple(joint[m] for m in b.members)) for b in plan.buckets]
     found = merged_model(model, buckets, costs, rank_order) if buckets or rank_order else model
     return model if found is None else found

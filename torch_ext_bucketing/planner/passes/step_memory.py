@@ -1,4 +1,4 @@
-"""Bytes of a training step that no compiled graph sees, and what the device counts of all."""
+"""Memory of a training step outside of compiled graphs, and its measured peak."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...reports.text import size_text
 from ..schedule.memory import PeakMemory
 
 _OFF = 1.03
-"""A device's peak above so many times the predicted one is a warning."""
+"""Ratio of measured to predicted peak above which to warn."""
 
 
 def state_bytes(
@@ -26,16 +26,16 @@ def state_bytes(
     optimizer: torch.optim.Optimizer | None = None,
     per_parameter: float | None = None,
 ) -> int:
-    """Bytes of the optimizer's state on this rank for a model, sharded or not.
+    """Return the bytes of optimizer state on this rank, for a model that may be sharded.
 
     Args:
-        optimizer: whose state it is. Before its first step, which makes the state, one like it
-            takes a step on a small parameter of each of its groups.
-        per_parameter: or bytes per element of a parameter. With neither 8, two numbers in fp32 as
-            of AdamW.
+        optimizer: read only. If it has no state yet, an optimizer of its class takes a step on a
+            small parameter of each of its groups.
+        per_parameter: bytes per element of a parameter instead. The default is 8: two values in
+            fp32, as AdamW has.
 
     Raises:
-        ValueError: both are given, or ``per_parameter`` is negative.
+        ValueError: both are given, or ``per_parameter`` is negative or infinite.
     """
     if optimizer is not None and per_parameter is not None:
         raise ValueError("give optimizer= or state_bytes_per_parameter=, not both")
@@ -63,15 +63,17 @@ def state_bytes(
 
 def _tensor_bytes(state: dict[str, object]) -> int:
     tensors = [shard_of(v) for v in state.values() if isinstance(v, torch.Tensor)]
-    return sum(t.nbytes for t in tensors if t.dim())  # a number counts steps
+    return sum(t.nbytes for t in tensors if t.dim())  # without the step counter
 
 
 def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
-    """Bytes that a bound leaves beside shards, their gradients and ``state`` bytes of the
-    optimizer's; 0 where it is a ratio.
+    """Return the bytes that ``memory`` leaves for activations and gathered parameters.
+
+    That is the bound without shards, their gradients, buffers and ``state`` bytes of optimizer
+    state; 0 if the bound is a ratio.
 
     Raises:
-        ValueError: it leaves none.
+        ValueError: the bound is below what these need.
     """
     if memory.gib is None:
         return 0
@@ -91,16 +93,18 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
 
 
 def requested_peak() -> int | None:
-    """The most bytes that CUDA's allocator was asked for at a time; None: there is none."""
+    """Return the peak of bytes requested from CUDA's allocator; None without CUDA."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
     return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
 
 
 def watch_peak(compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
-    """``compiled``, wrapped to compare the first step's peak on the device with the one that what
-    stays was chosen by, and to warn (``BoundNotKeptWarning``) where it is 3% above. The step ends
-    where the second one begins; a peak from before it that is higher hides it."""
+    """Wrap ``compiled`` to compare the first step's peak on the device with the predicted one.
+
+    A ``BoundNotKeptWarning`` follows if it is 3% above. A higher peak before the step hides it.
+    """
+    # The first step ends where the second one begins.
     peaks: list[int] = []
 
     @functools.wraps(compiled)
@@ -124,8 +128,7 @@ def _compare(measured: int, compilation: Compilation) -> None:
             if measured > _OFF * expected:
                 compilation.warn(
                     f"the first step's peak on the device is {size_text(measured)}, "
-                    f"{measured / expected - 1:.0%} above the {size_text(expected)} that what "
-                    "stays in memory was chosen by: lower the bound by as much, or find what else "
-                    "the step holds",
+                    f"{measured / expected - 1:.0%} above the predicted {size_text(expected)}: "
+                    "lower the bound by as much, or find what else the step holds",
                     BoundNotKeptWarning,
                 )

@@ -1,20 +1,23 @@
-"""Byte caps chosen by trying a handful of them on the cost model.
+"""Search for the byte caps of the fastest schedule.
 
-Large buckets make few collectives, which need little time on the wire; small ones start earlier,
-hold less memory and leave less communication at the ends of a graph. Which is better depends on
-the graph, so several caps are tried: each is planned, and the graph as it would be after merging is
-scheduled on the cost model (:mod:`.merged_model`). First all process groups and kinds get the same
-cap. Then the gathers and the reductions of each group in turn try the next smaller and the next
-larger one, and, where the step is still far from what no order can beat, caps between these. Then,
-with the best caps and the next larger ones, buckets of reductions are closed where runs of
-computation between them would become long. Last, in graphs that are small enough to try many plans,
-single buckets of the best one take members over from their neighbours, are joined, or cut.
+Large buckets make fewer collectives, which take less time on the wire. Small buckets start earlier,
+hold less memory and expose less communication at the ends of a graph. Which is better depends on
+the graph, so the search plans several caps, and schedules the model of each merged graph
+(:mod:`.merged_model`). It tries
 
-Planning is cheap, scheduling is not. So caps come in the order of their plans' bounds, the least
-first. A plan is not scheduled if its bound, or the time of one group's collectives alone, is longer
-than the best step so far, and an order is given up where it is known to become longer. The sort of
-order that was the best so far is made first. No other caps are tried once the step is close to what
-no plan can be shorter than.
+1. the same cap for all process groups and kinds;
+2. for each group and kind in turn, the next smaller and the next larger cap, and caps between these
+   if the step is far from its lower bound;
+3. with the best caps and the next larger ones, buckets of reduce-scatters that are closed where
+   compute runs would become long;
+4. in small graphs, moving members between neighbouring buckets of the best plan, cutting and
+   joining buckets;
+5. the plans of users' planners.
+
+Scheduling takes most of the time, so bounds prune the search: plans come in the order of their
+lower bounds; a plan is skipped if its bound, or the time of one group's collectives, exceeds the
+best step; an order is abandoned once it must exceed it. The sort of order that was the best so far
+comes first.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -36,7 +39,7 @@ from ..._gc import paused_gc
 from ...bucketing.all_to_all import reduce_by_all_to_all
 from ...bucketing.caps import ByCap, CapPlanner, check_cap
 from ...bucketing.merge import merge_buckets
-from ...bucketing.plan import BucketPlanner, MergePlan, planned
+from ...bucketing.plan import BucketPlanner, MergePlan, checked_plan
 from ...errors import BoundNotKeptWarning
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import group_name
@@ -52,42 +55,35 @@ from ..schedule.scheduler import Scheduled, rank, schedule_model
 from .merged_model import merged_model
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)
-"""MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
+"""Caps to try, in MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
 
 _SMALLEST_MB = 0.1
-_LARGEST_MB = 2000.0
-"""The bound of torch's overlap-preserving bucketer."""
+_LARGEST_MB = 2000.0  # the limit of torch's overlap-preserving bucketer
 
+# Compute nodes that a bucket of reduce-scatters may wait for after the previous one, if no policy
+# bounds runs: such buckets hold fewer gradients at once.
 _SHORT_RUN = 8
-"""Compute nodes that a bucket of reduce-scatters waits for after the one before: such buckets
-hold fewer gradients at once. Tried where no policy bounds runs."""
 
-_AT_FLOOR = 1.015
-"""A step within so many times what no plan can be shorter than is not worth other caps."""
-_NEAR_BOUND = 1.02
-"""A step within so many times its own bound is not worth caps between the rungs."""
+_AT_FLOOR = 1.015  # no other caps once step / bound of any plan is at most this
+_NEAR_BOUND = 1.02  # no caps between the rungs once step / the plan's own bound is at most this
+_WORTH = 0.998  # a step must be shorter than this part of the best step
+_WORTH_MOVES = 0.999  # the same while members are moved, which mostly adds a bucket
 
-_SMALL = 2000
-"""Members are moved between buckets in graphs of so many nodes at most;"""
-_MOVED_NODES = 40_000
-"""the plans that are made so have no more than so many nodes together."""
-_WORTH = 0.998
-"""A step must be shorter than so much of the best one so far,"""
-_WORTH_MOVES = 0.999
-"""or than so much where members are moved: most moves make one bucket more."""
+_SMALL = 2000  # move members only in graphs of at most this many nodes
+_MOVED_NODES = 40_000  # most nodes to schedule for moves, over all plans
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
 _Name: TypeAlias = tuple[tuple[tuple[str, str], _Cap], ...] | str
-"""Of a plan that is tried: its caps by process group and kind, or the planner's ``repr``."""
+"""Name of a plan: its caps by process group and kind, or the planner's ``repr``."""
 _Buckets: TypeAlias = tuple[tuple[fx.Node, ...], ...]
 
 
 class Searched(NamedTuple):
-    """What :meth:`BySearch.search` chose.
+    """The choice of :meth:`BySearch.search`.
 
     Args:
-        sort: :attr:`.Scheduled.sort` of the best order that was found for the plan.
+        sort: :attr:`.Scheduled.sort` of the plan's best order.
     """
 
     plan: MergePlan
@@ -97,24 +93,23 @@ class Searched(NamedTuple):
 
 @dataclass(frozen=True)
 class BySearch:
-    """The plan that makes the fastest step within the policies' bounds.
+    """Plan the buckets whose schedule is the fastest within the policies' bounds.
 
     Args:
-        policies: as of :func:`.schedule`.
-        by_cap: what is bucketed. Its caps and its bound on runs are searched for.
-        caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, larger ones where the
-            largest is the best, ones between, and in small graphs buckets of other sizes. Where
-            all miss a bound, smaller ones are tried. Caps that can't make a faster step than others
-            are passed over.
-        machine: what the cost model times nodes for.
+        policies: see :func:`.schedule`.
+        by_cap: options of the plans; its caps and ``max_compute_run`` are searched for.
+        caps_mb: caps to try in MiB, ascending, and smaller ones if all miss a bound. None tries
+            :data:`CAPS_MB`, larger caps if the largest is the best, caps between, and moving
+            members in small graphs.
+        machine: see :func:`.schedule`.
         reference_bytes: see :func:`.schedule`; None: the peak of the graph.
-        accumulate: for reductions that become all-to-alls and sums in the order of the ranks after
-            merging (:mod:`.bucketing.all_to_all`), the dtype of these; None: they stay.
-        planners: others whose plans are tried, too.
+        accumulate: dtype of the sums if reductions become all-to-alls after merging
+            (:mod:`.bucketing.all_to_all`); None: they do not.
+        planners: further planners to try.
 
     Raises:
-        TypeError: something in ``policies`` is no policy.
-        ValueError: two policies of one class; ``caps_mb`` is empty, or holds something else than
+        TypeError: an entry of ``policies`` is not a policy.
+        ValueError: two policies of one class; ``caps_mb`` is empty or has entries that are not
             positive numbers.
     """
 
@@ -135,28 +130,27 @@ class BySearch:
             check_cap(cap, "each of caps_mb")
 
     def plan(self, analysis: GraphAnalysis) -> MergePlan:
-        """See :meth:`search`."""
+        """Return the plan of :meth:`search`."""
         return self.search(analysis).plan
 
     @paused_gc()
     def search(self, analysis: GraphAnalysis) -> Searched:
-        """Choose a plan for a graph, which is only read. Where an estimate fails, the plan has
-        torch's own caps, with a ``BoundNotKeptWarning``.
+        """Choose a plan. If an estimate fails, warn (``BoundNotKeptWarning``) and use torch's caps.
 
         Raises:
-            RuntimeError, ValueError: ``eligible`` or one of ``planners`` failed, or its plan can't
-                be carried out.
+            RuntimeError: ``eligible`` or a planner failed, or changed the graph.
+            ValueError: a planner's plan can't be applied; see :func:`.checked_plan`.
         """
         clock = time.perf_counter()
         with reading_only(analysis.graph, eligible=self.by_cap.eligible):
             planner = CapPlanner(analysis, self.by_cap)
-        others = {repr(other): planned(other, analysis) for other in self.planners}
+        others = {repr(other): checked_plan(other, analysis) for other in self.planners}
         search = _Search(self, planner)
         try:
             largest = _LARGEST_MB if self.caps_mb is None else 0.0
             search.run([float(cap) for cap in self.caps_mb or CAPS_MB], largest, others)
         except Exception as error:
-            plan = search.plan(None)  # raises anew what comes of a size without a hint
+            plan = search.plan(None)  # raises again if a size has no hint
             text = (
                 f"byte caps are torch's own, as an estimate failed: {type(error).__name__}: {error}"
             )
@@ -184,7 +178,7 @@ def _to_report(name: _Name, report: ScheduleReport) -> TriedCaps:
 
 
 class _Tried(NamedTuple):
-    """A plan that was scheduled, with buckets that leave runs of at most ``max_run``."""
+    """A scheduled plan, made with ``max_compute_run=max_run``."""
 
     plan: MergePlan
     max_run: int | None
@@ -193,12 +187,12 @@ class _Tried(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Of equals the one that could be shorter by its bound, or else the first one tried."""
+        """Prefer, of equals, the plan with the smaller lower bound, then the first one tried."""
         return rank(self.report.misses, self.report.step_ms[1], round(self.report.bound_ms, 9))
 
 
 class _Search:
-    """Caps that were tried, and what came of them."""
+    """One search: the plans tried so far, and the next ones to try."""
 
     def __init__(self, options: BySearch, planner: CapPlanner) -> None:
         self.tried: dict[_Name, _Tried] = {}
@@ -219,29 +213,32 @@ class _Search:
 
     @property
     def chosen(self) -> _Tried:
-        """The best so far."""
+        """The best plan so far."""
         return self.tried[self.best()]
 
     def best(self) -> _Name:
-        """The name of the best so far."""
+        """Return the name of the best plan so far."""
         return min(self.tried, key=lambda name: self.tried[name].rank)
 
     def _best_caps(self) -> dict[tuple[str, str], _Cap]:
         return dict(best) if not isinstance(best := self.best(), str) else {}
 
     def run(self, ladder: list[float], largest: float, others: Mapping[str, MergePlan]) -> None:
-        """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``,
-        none but those of ``ladder`` where that is 0; then other plans.
+        """Try caps, then the plans ``others``.
+
+        Args:
+            ladder: caps in MiB, ascending.
+            largest: try caps up to this size beside those of ``ladder``; 0: only these.
         """
         for cap in self._best_first(ladder):
             self._try(cap, self._max_run)
         for cap in ladder if self.chosen.report.misses else ():
             self.attempt(cap)
-        # A small model, or a hard bound.
+        # The model is small, or the bound is tight.
         while self.chosen.report.misses and ladder[0] > _SMALLEST_MB:
             ladder.insert(0, ladder[0] / 4)
             self.attempt(ladder[0])
-        # A large model, whose parameters are larger than all of these.
+        # The model is large: its parameters may exceed all caps so far.
         while _top(self._best_caps()) == ladder[-1] < largest:
             ladder.append(min(4 * ladder[-1], largest))
             self.attempt(ladder[-1])
@@ -267,24 +264,26 @@ class _Search:
             self._try_plan(plan, None, name)
 
     def _best_first(self, ladder: Iterable[float]) -> Iterator[float]:
-        """The caps with which a step could be the shortest first, of equals the largest. A bound is
-        only found out where the time of the busiest process group does not come later already."""
-        left = [(round(self.busiest_ms(cap), 9), False, -cap) for cap in ladder]
+        """Yield caps by the lower bound of their steps, of equals the largest first."""
+        # The busiest group's time is a cheaper bound: a cap is only modelled when it comes first.
+        plans = {cap: self.plan(cap, self._max_run) for cap in ladder}
+        left = [(round(self._busiest_ms(plan), 9), False, -cap) for cap, plan in plans.items()]
         heapq.heapify(left)
         while left:
             _, known, cap = heapq.heappop(left)
             if known:
                 yield -cap
             else:
-                bound_ms = self._merged(self.plan(-cap, self._max_run)).paths.bound_ms
+                bound_ms = self._merged(plans[-cap]).paths.bound_ms
                 heapq.heappush(left, (round(bound_ms, 9), True, cap))
 
     def _move_members(self) -> None:
-        """Move members between the buckets of the best plan as long as the step becomes shorter, in
-        orders of the sort that was the best; then try all orders of what came of it."""
+        """Move members between buckets of the best plan while that makes the step shorter."""
+        # Orders of the sort that was the best rank moves well enough; all sorts are tried at the
+        # end.
         like, self._worth = self.chosen.sort, _WORTH_MOVES
         left = _MOVED_NODES // len(self._analysis.nodes)
-        at = fruitless = 0  # places since the last move that helped
+        at = fruitless = 0  # moves since the last one that helped
         while left > 0:
             moves = self._planner.moves(self.chosen.plan)
             if fruitless >= len(moves):
@@ -301,8 +300,10 @@ class _Search:
         self._try(self._best_caps(), self.chosen.max_run)
 
     def _try_between(self, ladder: list[float]) -> None:
-        """Caps between the best and the next smaller or larger ones of ``ladder``: for all groups
-        and kinds, and for each in turn."""
+        """Try caps between the best ones and their neighbours in ``ladder``.
+
+        First for all groups and kinds together, then for each in turn.
+        """
         rungs = sorted({*ladder, *(_between(*pair) for pair in itertools.pairwise(ladder))})
         for keys in [[*self._best_caps()], *([key] for key in self._best_caps())]:
             for step in (-1, 1):
@@ -316,14 +317,16 @@ class _Search:
                     self.attempt(caps)
 
     def _within(self, times: float, bound_ms: float) -> bool:
-        """Whether the best step is within so many times a bound."""
+        """Return whether the best step keeps the bounds and takes at most ``times * bound_ms``."""
         best = self.chosen.report
         return not best.misses and best.step_ms[1] <= times * bound_ms
 
     @cached_property
     def _floor_ms(self) -> float:
-        """What a step takes at least, nearly, whatever is merged: with each member of a bucket
-        taking its part of the largest bucket's time."""
+        """Approximate lower bound of a step with any buckets.
+
+        Each member takes its share of the time of the largest bucket.
+        """
         ms = list(self._model.ms)
         places = {node: i for i, node in enumerate(self._model.dependencies.nodes)}
         for bucket in self.plan(_LARGEST_MB).buckets:
@@ -336,15 +339,17 @@ class _Search:
         return replace(self._model, ms=ms).paths.bound_ms
 
     def plan(self, caps: Any, max_run: int | None = None) -> MergePlan:
-        """The plan for the graph itself, with buckets that leave no longer runs."""
+        """Plan with these caps and ``max_compute_run``, once."""
         name = (repr(caps), max_run)
         if name not in self._plans:
             self._plans[name] = self._planner.plan(caps, max_run)
         return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], _Cap] | float) -> None:
-        """Try caps with buckets that leave runs of the length that policies bound; while nothing
-        keeps the policies' bounds, of any length, or short ones where no policy bounds it."""
+        """Try caps with the policies' bound on compute runs, and another one if bounds are missed.
+
+        The other one is none, or a short run if no policy bounds runs.
+        """
         self._try(caps, self._max_run)
         if self.chosen.report.misses:
             self._try(caps, None if self._max_run is not None else _SHORT_RUN)
@@ -371,32 +376,26 @@ class _Search:
         if name not in self.tried or tried.rank < self.tried[name].rank:
             self.tried[name] = tried
 
-    def busiest_ms(self, caps: dict[tuple[str, str], _Cap] | float) -> float:
-        """The time that the collectives of the busiest process group take: no step is faster."""
-        return self._busiest_ms(self.plan(caps, self._max_run))
-
     def _busiest_ms(self, plan: MergePlan) -> float:
+        """Return the time of the busiest process group's collectives, a lower bound of the step."""
         busy = dict.fromkeys(self._groups.values(), 0.0)
         merged = {m for b in plan.buckets for m in b.members}
         alone = ((start,) for start in self._groups if start not in merged)
         for members in (*alone, *(b.members for b in plan.buckets)):
-            busy[self._groups[members[0]]] += self._sent_ms(members)
+            if all(m in self._replaced for m in members):
+                ms = sum(ms for _, ms in self._costs.in_rank_order(members))
+            else:
+                ms = self._costs.bucket(members)
+            busy[self._groups[members[0]]] += ms
         return max(busy.values(), default=0.0)
 
-    def _sent_ms(self, members: Sequence[fx.Node]) -> float:
-        """The time of the collectives that members make together."""
-        if all(m in self._replaced for m in members):
-            return sum(ms for _, ms in self._costs.in_rank_order(members))
-        return self._costs.bucket(members)
-
     def _best_ms(self) -> float:
-        """The longest that a step may be to take the place of the best so far."""
+        """Return the longest step that would replace the best one so far."""
         best = self.chosen.report if self.tried else None
         return math.inf if best is None or best.misses else self._worth * best.step_ms[1]
 
     def _scheduled(self, plan: MergePlan, like: Options | None) -> Scheduled | None:
-        """The schedule of a plan, in orders of the sort ``like``; None if it is known to be slower
-        than the best so far."""
+        """Schedule a plan in orders of the sort ``like``; None if the best step is shorter."""
         buckets = tuple(b.members for b in plan.buckets)
         key = buckets, like
         if key not in self._known:
@@ -405,7 +404,7 @@ class _Search:
             del self._models[buckets]
             if model.paths.bound_ms > best_ms:
                 return None
-            # All orders: by few of them, plans are ranked by how these few do under the bounds.
+            # Try all orders: a few would rank plans by how well these few keep the bounds.
             found = schedule_model(
                 model,
                 self._policies,
@@ -426,7 +425,7 @@ class _Search:
 
     @cached_property
     def _model(self) -> Model:
-        """The model of the graph before any merging."""
+        """Model of the graph before merging."""
         return model_of(self._analysis, self._costs)
 
     def _merged(self, plan: MergePlan) -> Model:
@@ -440,7 +439,8 @@ class _Search:
         merged = merged_model(self._model, plan.buckets, self._costs, rank_order)
         if merged is not None:
             return merged
-        # Members on both sides of a side effect: merging may move them past it, scheduling may not.
+        # Members stand on both sides of a side effect. Merging may move them past it, which a model
+        # does not allow: merge a copy of the graph.
         copy, copied = _copied(self._analysis.graph, plan)
         merge_buckets(copy, copied)
         if self._accumulate is not None:
@@ -451,7 +451,7 @@ class _Search:
 
 
 def _between(cap: float, larger: float) -> float:
-    """The geometric mean, in two digits."""
+    """Return the geometric mean, rounded to two digits."""
     return float(f"{math.sqrt(cap * larger):.2g}")
 
 
@@ -460,13 +460,13 @@ def _top(caps: Mapping[tuple[str, str], _Cap]) -> float:
 
 
 def _keys(plan: MergePlan) -> Iterable[tuple[str, str]]:
-    """Groups and kinds of which something could be merged."""
+    """Return the groups and kinds that have mergeable collectives."""
     merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
     return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
 
 
 def _copied(graph: fx.Graph, plan: MergePlan) -> tuple[fx.Graph, MergePlan]:
-    """A copy of the graph that shares its fake tensors, and the plan for it."""
+    """Copy a graph, sharing fake tensors, and translate the plan to the copy."""
     copy = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

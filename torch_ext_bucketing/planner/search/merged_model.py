@@ -1,20 +1,18 @@
-"""The model of a graph as it would be after merging, without merging anything.
+"""Model a graph as if a plan's buckets were merged, without merging them.
 
-To choose between bucketing plans, the buckets of each have to be scheduled. Merging them in a copy
-of the graph first, and reading a model of the copy, takes several times as long as the scheduling.
-Here the graph's own model is rewritten instead, with the few nodes that torch's merging leaves per
-bucket::
+The search for byte caps schedules many plans. Merging each in a copy of the graph takes several
+times as long as scheduling it, so the model of the unmerged graph is rewritten instead, with the
+few nodes that merging leaves of each bucket::
 
     gathers         ag(a) w(a) ... ag(b) w(b) ...        pack AG wait copy(a) copy(b) ... ...
     reductions      rs(a) w(a) ... rs(b) w(b) ...        ... ... pack RS wait ...
     in rank order                                        ... ... pack all-to-all wait sum ...
 
-A gather bucket stands where its first member stood, behind what leads from parameters to the later
-ones; any other bucket stands behind its last member. The rest keeps its order as far as
-dependencies allow. Packing reads the members' inputs and writes the buffer. A gathered member is
-copied out of the buffer, a reduced one is a part of it. Times and bytes are those of :mod:`.cost`
-and :mod:`.liveness`. With torch 2.11, which packs a gather with one operator, they are a little
-off.
+A gather bucket stands where its first member stood, after the inputs of the later members; a
+reduction where its last member stood. Other nodes keep their order as far as dependencies allow.
+Packing reads the members' inputs and writes the buffer. Gathered members are copied out of the
+buffer, reduced members are views of it. Times come from :mod:`.cost`. Torch 2.11 packs a gather
+with one operator, so its times differ a little.
 """
 
 from __future__ import annotations
@@ -34,19 +32,18 @@ from ..schedule.model import Model, Row
 def merged_model(
     model: Model, buckets: Sequence[Bucket], costs: Costs, rank_order: bool = False
 ) -> Model | None:
-    """The model that :func:`.model_of` would give, nearly, once ``buckets`` are merged.
+    """Approximate :func:`.model_of` of the graph with ``buckets`` merged.
 
     Args:
-        model: of the graph that the buckets are planned for.
-        buckets: with members that have one wait each and are in one bucket.
-        costs: as for ``model``.
-        rank_order: whether reductions, merged or not, become all-to-alls and sums afterwards, see
-            :mod:`.bucketing.all_to_all`: what a rank receives is as large as what it sends.
+        model: model of the graph that was planned.
+        buckets: disjoint buckets.
+        costs: the costs that ``model`` was made with.
+        rank_order: whether reductions, merged or not, become all-to-alls and sums afterwards
+            (:mod:`.bucketing.all_to_all`).
 
     Returns:
-        None if a member has no wait, or if the buckets would make a cycle with what keeps its
-        order: merging follows the edges of the graph and may move members past a side effect, which
-        ``model`` does not allow.
+        None if a member has no wait, or if the buckets form a cycle with nodes that keep their
+        order: merging may move members past a side effect, ``model`` does not allow that.
     """
     place = {node: i for i, node in enumerate(model.dependencies.nodes)}
     wait_of = {start: i for i, start in enumerate(model.start_of) if start >= 0}
@@ -67,10 +64,10 @@ def merged_model(
 
 @dataclass
 class _Merged:
-    """A bucket, with the places of its starts and of their waits in the same order.
+    """A bucket with the places of its starts and, in the same order, their waits.
 
     Args:
-        rank_order: whether its members are added up by an all-to-all.
+        rank_order: whether an all-to-all replaces the reduction.
     """
 
     bucket: Bucket
@@ -84,86 +81,85 @@ class _Merged:
 
 
 class _Sorted:
-    """Where everything comes to stand.
+    """Sort nodes and buckets.
 
-    A *unit* is a node, named by its place, or a bucket, named by its number from the end: ``~0`` is
-    the first one, ``~1`` the second.
+    An *item* is a node, given by its place, or a bucket, given by the complement of its index:
+    ``~0`` is the first bucket, ``~1`` the second.
     """
 
     def __init__(self, model: Model, merged: Sequence[_Merged]) -> None:
         self._model = model
         self._merged = merged
-        self._unit = list(range(len(model)))
+        self._item = list(range(len(model)))
         self._stands_at: dict[int, int] = {}
         for number, m in enumerate(merged):
             for i in (*m.starts, *m.waits):
-                self._unit[i] = ~number
+                self._item[i] = ~number
             self._stands_at[m.starts[0] if m.kind == "all_gather" else m.starts[-1]] = ~number
         self._done = [False] * (len(model) + len(merged))  # ``~0`` is the last one
         self._order: list[int] = []
         self._waiting: dict[int, list[int]] = {}
 
     def order(self) -> list[int] | None:
-        """All units, each behind those that it needs."""
-        for i, unit in enumerate(self._unit):
-            if unit >= 0:
-                self._place(unit)
+        """Return all items in topological order, or None if there is a cycle."""
+        for i, item in enumerate(self._item):
+            if item >= 0:
+                self._place(item)
             elif i in self._stands_at:
-                if self._merged[~unit].kind == "all_gather":
-                    self._hoist(self._merged[~unit])
-                self._place(unit)
-        whole = len(self._order) == len(set(self._unit))
+                if self._merged[~item].kind == "all_gather":
+                    self._hoist(self._merged[~item])
+                self._place(item)
+        whole = len(self._order) == len(set(self._item))
         return self._order if whole else None
 
-    def _needs(self, unit: int) -> list[int]:
-        if unit >= 0:
-            return self._needed(unit)
-        merged = self._merged[~unit]
+    def _needs(self, item: int) -> list[int]:
+        if item >= 0:
+            return self._needed(item)
+        merged = self._merged[~item]
         members = (*merged.starts, *merged.waits)
-        return [u for i in members for u in self._needed(i) if u != unit]
+        return [u for i in members for u in self._needed(i) if u != item]
 
     def _needed(self, i: int) -> list[int]:
-        """The units that node ``i`` needs. Starts keep their order, but which one it is only comes
-        out at the end."""
-        return [self._unit[j] for j in self._model.needed_values[i]]
+        """Return the items that node ``i`` needs, without the launch order, which is set later."""
+        return [self._item[j] for j in self._model.needed_values[i]]
 
     def _hoist(self, merged: _Merged) -> None:
-        """Place what the later members need, unless that is another collective's result."""
+        """Place the inputs of later members, except those that need another collective."""
         for i in merged.starts[1:]:
             late: dict[int, None] = {}
             stack = self._needed(i)
             while stack:
-                unit = stack.pop()
-                if self._done[unit] or unit in late:
+                item = stack.pop()
+                if self._done[item] or item in late:
                     continue
-                late[unit] = None
-                if unit < 0 or self._model.group[unit] is not None:
+                late[item] = None
+                if item < 0 or self._model.group[item] is not None:
                     break
-                stack += self._needed(unit)
+                stack += self._needed(item)
             else:
-                for unit in sorted(late):
-                    self._place(unit)
+                for item in sorted(late):
+                    self._place(item)
 
-    def _place(self, unit: int) -> None:
-        """Place ``unit`` now, or as soon as all that it needs is there."""
-        stack, done = [unit], self._done
+    def _place(self, item: int) -> None:
+        """Place an item now, or once all items that it needs are placed."""
+        stack, done = [item], self._done
         while stack:
-            unit = stack.pop()
-            if done[unit]:
+            item = stack.pop()
+            if done[item]:
                 continue
-            for needed in self._needs(unit):
+            for needed in self._needs(item):
                 if not done[needed]:
-                    self._waiting.setdefault(needed, []).append(unit)
+                    self._waiting.setdefault(needed, []).append(item)
                     break
             else:
-                done[unit] = True
-                self._order.append(unit)
-                if unit in self._waiting:
-                    stack += reversed(self._waiting.pop(unit))
+                done[item] = True
+                self._order.append(item)
+                if item in self._waiting:
+                    stack += reversed(self._waiting.pop(item))
 
 
 class _Rewritten:
-    """The model of the units in their new order."""
+    """The model of sorted items."""
 
     def __init__(
         self, model: Model, merged: Sequence[_Merged], costs: Costs, place: Mapping[fx.Node, int]
@@ -172,11 +168,11 @@ class _Rewritten:
         self._merged = merged
         self._costs = costs
         self._rows: list[Row] = []
-        self._at = [-1] * len(model)  # new place of what an old node gave
-        self._packs: dict[int, tuple[int, int]] = {}  # of an old start or wait: start, pack
+        self._at = [-1] * len(model)  # new place of each old node's result
+        self._packs: dict[int, tuple[int, int]] = {}  # old start or wait -> old start, pack
         self._size = list(model.liveness.size)
         self._kept = dict(model.liveness.kept)
-        self._instead: dict[int, int] = {}  # storages of reduced members, parts of a buffer now
+        self._instead: dict[int, int] = {}  # reduced member's storage -> buffer
         self._place = place
         self._casts = self._merged_casts()
         self._members: dict[int, tuple[fx.Node, ...]] = {}
@@ -185,16 +181,16 @@ class _Rewritten:
         for m in self._merged:
             if m.kind != "all_gather":
                 self._share_buffer(m)
-        for unit in order:
-            if unit >= 0:
-                self._keep(unit)
+        for item in order:
+            if item >= 0:
+                self._keep(item)
             else:
-                self._add_bucket(self._merged[~unit])
+                self._add_bucket(self._merged[~item])
         at_start = self._old.liveness.at_start
         return self._old.rebuilt(self._rows, self._members, self._size, self._kept, at_start)
 
     def _merged_casts(self) -> dict[int, tuple[int, ...]]:
-        """Casts that are part of packing, and the storages of what they cast."""
+        """Map each cast that packing does to the storages that it reads."""
         found = {}
         for m in self._merged:
             if m.kind == "all_gather":
@@ -207,7 +203,7 @@ class _Rewritten:
         return found
 
     def _packed(self, start: int) -> tuple[int, ...]:
-        """The storages that are packed for a member."""
+        """Return the storages that packing reads for a member."""
         cast = self._place.get(self._old.dependencies.nodes[start].all_input_nodes[0], -1)
         return self._casts[cast] if cast in self._casts else self._read_by(start)
 
@@ -216,7 +212,7 @@ class _Rewritten:
         return tuple(s for s in liveness.touches[i] if s not in liveness.allocates[i])
 
     def _share_buffer(self, m: _Merged) -> None:
-        """Give the results of all members one storage."""
+        """Make the results of all members parts of one storage."""
         results = [s for i in m.starts for s in self._old.liveness.allocates[i]]
         buffer = self._storage(sum(self._size[s] for s in results))
         for s in results:
@@ -235,7 +231,7 @@ class _Rewritten:
         return tuple(dict.fromkeys(instead.get(s, s) for s in storages))
 
     def _add(self, row: Row) -> int:
-        """Add a node; returns its place."""
+        """Add a node and return its place."""
         self._rows.append(row)
         return len(self._rows) - 1
 
@@ -251,8 +247,10 @@ class _Rewritten:
         self._at[i] = self._add(row)
 
     def _needed_by_write(self, i: int, j: int) -> int:
-        """The new place of ``j``, which node ``i`` needs; of a packed member whose result ``i``
-        does not touch, as a write to its input, the packing, which alone reads that now::
+        """Return the new place of ``j``, which node ``i`` needs.
+
+        If ``j`` is a packed member whose result ``i`` does not touch, such as for a write to its
+        input, this is the pack, which alone reads the input now::
 
             ag(p) -> wait -> copy_(p)        pack(p) -> AG -> wait
                                                     `-> copy_(p)
@@ -269,11 +267,10 @@ class _Rewritten:
         self._members[add(m, results, inputs)] = m.bucket.members
 
     def _add_gather(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> int:
-        """Add a bucket of gathers; returns its start's place."""
+        """Add a bucket of gathers and return its start's place."""
         old, costs, members = self._old, self._costs, m.bucket.members
         moved = sum(map(costs.collective_bytes, members))
         gathered = [costs.result_bytes(member) for member in members]
-        # torch concatenates, then copies (and casts) into this rank's part of the buffer.
         buffer = self._storage(sum(self._size[s] for s in results))
         given, pack_ms = self._packing(m, moved - sum(gathered))
         new = (buffer, self._storage(given))
@@ -289,8 +286,10 @@ class _Rewritten:
         return start
 
     def _add_reduction(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> int:
-        """Add a bucket of reductions; returns its start's place. In rank order the first collective
-        is followed by the sum, and of an all-reduce that by a gather."""
+        """Add a bucket of reductions and return its start's place.
+
+        In rank order a sum follows the all-to-all, and for an all-reduce a gather follows the sum.
+        """
         costs, members, group = self._costs, m.bucket.members, self._old.group[m.starts[0]]
         first, wait = members[0], self._old.dependencies.nodes[m.waits[0]]
         reduces = m.kind == "reduce_scatter"
@@ -330,8 +329,10 @@ class _Rewritten:
         return self._add(Row(node, needs, (), touches, start_of=start, view=True))
 
     def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
-        """Bytes and milliseconds of what a gather bucket is packed from; none where ranks differ in
-        it, see :mod:`.graph.uneven`."""
+        """Return bytes of the concatenated inputs of a gather bucket, and milliseconds of packing.
+
+        Both are 0 if ranks may differ in the inputs, see :mod:`.graph.uneven`.
+        """
         values = packed_values(m.bucket.members)
         if all(value in self._old.graph.shard_side.nodes for value in values):
             return 0, 0.0

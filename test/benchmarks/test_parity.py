@@ -1,4 +1,4 @@
-"""A few rows of the parity harness, so that it is known to work and to be able to fail."""
+"""Run a few rows of the parity harness, and check that it finds differences."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def _row(**fields: object) -> Row:
 
 
 def _combine(row: Row, layout: tuple[str, ...] = (), warned: int = 0, **runs: str) -> RowResult:
-    """Of ranks that all report so: a letter for the weights after each step."""
+    """Combine equal reports of all ranks; a letter stands for the weights after a step."""
     loss = {name: [1.0] * len(digests) for name, digests in runs.items()}
     given = {name: list(digests) for name, digests in runs.items()}
     report = RowReport(row, given, loss, list(layout), merged=1, warned=warned)
@@ -182,7 +182,7 @@ def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--models", "gpt"], "'gpt' is none of llama"),
         (["--only", "nothing/*"], "no row is left"),
@@ -197,7 +197,7 @@ def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         pytest.param(["--device", "cuda"], "sees no CUDA device", marks=no_gpu),
     ],
 )
-def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monkeypatch, capsys):
+def test_bad_options_are_usage_errors_before_any_rank_starts(options, message, monkeypatch, capsys):
     def no_ranks(*_args, **_more):
         raise AssertionError("ranks were started")
 
@@ -205,7 +205,7 @@ def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monk
     with pytest.raises(SystemExit) as caught:
         parity.main(options)
     assert caught.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def fails_on_one(rank: Rank, rows: list[Row], steps: int) -> None:
@@ -214,7 +214,7 @@ def fails_on_one(rank: Rank, rows: list[Row], steps: int) -> None:
     time.sleep(0.5)
     if rank.rank == 1:
         raise LookupError("this rank has no such weight")
-    time.sleep(600)  # as in a collective that the failed rank never joins
+    time.sleep(600)  # like a collective that the failed rank never joins
 
 
 def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path):
@@ -223,7 +223,7 @@ def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path
     options = ["--only", "uneven/2x2/aot_eager/fsdp*/bf16", "--steps", "1", "--json", str(path)]
     assert parity.main(options) == 1
     printed = capsys.readouterr()
-    assert "time limit" not in printed.err  # the other ranks, which would go on, were ended before
+    assert "time limit" not in printed.err  # the other ranks were ended before
     assert "uneven/2x2/aot_eager/fsdp+chunked_loss/bf16: rank 1 failed" in printed.err
     assert 'raise LookupError("this rank has no such weight")' in printed.err
     assert "1 of 2 rows did not finish" in printed.out

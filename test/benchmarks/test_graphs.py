@@ -1,4 +1,4 @@
-"""Graphs of real width and few layers: what is in them, and that the disk gives back the same."""
+"""Check graphs of real width and few layers, traced and loaded from disk."""
 
 import itertools
 import pickle
@@ -60,7 +60,7 @@ def loaded(cache):
 
 
 def starts(graph, kind=None, role=None):
-    """Collectives of a kind and of the groups with a role."""
+    """List the collectives of a kind on groups with a role."""
     position = {"all_gather": 2, "reduce_scatter": 3, "all_reduce": 2}
     return [
         n
@@ -85,6 +85,7 @@ def llama_fqns(layers):
     return ["tok_embeddings.weight", *inside, "norm.weight", "output.weight"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "layers"),
     [("llama3_8b_fsdp64.forward", 1), ("deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2)],
@@ -123,6 +124,7 @@ def test_names():
     assert len(dict.fromkeys(NAMES)) == 36
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("config", ["llama3_8b_fsdp64", "llama3_8b_fsdp8_tp8"])
 def test_llama_collectives(loaded, config):
     expected = llama_fqns(LAYERS[config])
@@ -139,6 +141,7 @@ def test_llama_collectives(loaded, config):
         assert sorted(gathers) == (sorted(expected[1:]) if suffix else [])
 
 
+@pytest.mark.once
 def test_gradients_of_replicas_are_reduced_within_a_replica_first(loaded):
     backward = loaded("llama3_8b_hsdp8x8.backward")
     scatters = starts(backward, "reduce_scatter", "fsdp")
@@ -151,6 +154,7 @@ def test_gradients_of_replicas_are_reduced_within_a_replica_first(loaded):
         assert started_by(reduce.all_input_nodes[0]) in scatters
 
 
+@pytest.mark.once
 def test_dtypes_are_those_of_mixed_precision_fsdp(loaded):
     graph = loaded("llama3_8b_fsdp8_tp8.backward.recompute")
     gathers = starts(graph, "all_gather", "fsdp")
@@ -159,6 +163,7 @@ def test_dtypes_are_those_of_mixed_precision_fsdp(loaded):
     assert {n.meta["val"].dtype for n in reductions} == {torch.float32}
 
 
+@pytest.mark.once
 def test_tensor_parallel_collectives_of_activations(loaded):
     layers = LAYERS["llama3_8b_fsdp8_tp8"]
     forward = count(loaded("llama3_8b_fsdp8_tp8.forward")).collectives
@@ -171,6 +176,7 @@ def test_tensor_parallel_collectives_of_activations(loaded):
     assert sorted(summed) == sorted(n for n in llama_fqns(layers) if "norm" in n)
 
 
+@pytest.mark.once
 def test_experts_on_a_second_mesh_between_gathers_of_the_first(loaded):
     graph = loaded("deepseek_v3_fsdp64_ep8.forward")
     experts = starts(graph, "all_gather", "expert_fsdp")
@@ -189,6 +195,7 @@ def test_experts_on_a_second_mesh_between_gathers_of_the_first(loaded):
     assert count(backward).collectives["all_to_all", "ep"] == 2
 
 
+@pytest.mark.once
 def test_splits_depend_on_data(loaded):
     graph = loaded("deepseek_v3_fsdp64_ep8_dropless.backward.recompute")
     assert graph.config.size_hints == 2 * 4096 * 6 // 8  # tokens over the ranks of the experts
@@ -202,6 +209,7 @@ def test_splits_depend_on_data(loaded):
     assert loaded("deepseek_v3_fsdp64_ep8.backward.recompute").config.size_hints is None
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", [n for n in NAMES if n.partition(".")[0] in LAYERS])
 def test_every_collective_is_waited_for_and_its_group_resolves(loaded, name):
     graph = loaded(name)
@@ -214,6 +222,7 @@ def test_every_collective_is_waited_for_and_its_group_resolves(loaded, name):
     assert dist.get_world_size() == graph.world_size
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "name", ["llama3_8b_fsdp8_tp8.backward.recompute", "deepseek_v3_fsdp64_ep8.forward"]
 )
@@ -240,6 +249,7 @@ def test_running_the_graph_gives_the_loaded_metadata(loaded, name):
     assert len(compared) > 150
 
 
+@pytest.mark.once
 def test_views_alias(loaded):
     graph = loaded("llama3_8b_fsdp64.forward")
     views = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)
@@ -305,6 +315,7 @@ def test_the_graphs_are_those_of_torch_compile(cache, build, layout):
         assert calls[0] == calls[1]
 
 
+@pytest.mark.once
 def test_second_load_reads_the_disk(loaded, monkeypatch):
     name = "llama3_8b_fsdp64.backward"
     first = loaded(name)
@@ -358,7 +369,7 @@ def nbytes(value):
 
 
 def facts(number):
-    """What is known of the symbols of a number, and of what is asserted of them."""
+    """Collect the known facts and runtime assertions about the symbols of a number."""
     env = number.node.shape_env
     return {
         str(symbol): (

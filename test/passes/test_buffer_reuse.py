@@ -1,0 +1,150 @@
+"""Inductor reuses no memory of a collective between its start and its wait."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from sharded_models import TwoBlocks, step
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor import ir
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.graph.collectives import KINDS
+
+C10D = torch.ops._c10d_functional
+STARTS = (
+    C10D.all_gather_into_tensor,
+    C10D.all_gather_into_tensor_out,
+    C10D.reduce_scatter_tensor,
+    C10D.all_reduce_,
+    C10D.all_to_all_single,
+)
+TOKENS = torch.zeros(2, 3, dtype=torch.long)
+
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "fake_world")]
+
+
+class InFlight:
+    """Collectives between start and wait, which may read and write their tensors at any moment.
+
+    ``changed`` names those whose tensors another kernel changed in between.
+    """
+
+    def __init__(self) -> None:
+        self.changed: list[str] = []
+        self.started = 0
+        self._wait = C10D.wait_tensor.default
+        self._flying: dict[int, tuple[str, list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def start(self, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = op(*args, **kwargs)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors.append(result)
+        # NaN is not equal to itself, bytes are.
+        copies = [x.clone().view(torch.uint8) for x in tensors]
+        self._flying[result.data_ptr()] = str(op), tensors, copies
+        self.started += 1
+        return result
+
+    def wait(self, result: torch.Tensor) -> torch.Tensor:
+        name, tensors, copies = self._flying.pop(result.data_ptr())
+        if any(
+            not torch.equal(x.view(torch.uint8), c) for x, c in zip(tensors, copies, strict=True)
+        ):
+            self.changed.append(name)
+        return self._wait(result)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what Inductor's code, which looks up operators by name when it runs, starts."""
+        with pytest.MonkeyPatch.context() as patch:
+            for packet in STARTS:
+                op = packet.default
+                patch.setattr(packet, "default", lambda *a, op=op, **k: self.start(op, *a, **k))
+            patch.setattr(C10D.wait_tensor, "default", self.wait)
+            yield
+        assert not self._flying
+
+
+def order() -> FSDPParamOrder:
+    return FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
+
+
+APART = teb.Schedule(teb.Overlap())
+CASES: dict[str, Callable[[], list[teb.GraphPass]]] = {
+    "unmerged": lambda: [APART],
+    "units": lambda: [teb.BucketByUnit(order(), KINDS)],
+    "units apart": lambda: [teb.BucketByUnit(order(), KINDS), APART],
+    "caps": lambda: [teb.BucketAndSchedule(teb.Overlap(), kinds=KINDS)],
+    "all-to-all": lambda: [teb.BucketByUnit(order(), KINDS), teb.FixedOrderReduce(), APART],
+}
+
+
+def scribble(self: AsyncCompile, types: Sequence[str], source: str) -> Callable[..., None]:
+    """Make a kernel that overwrites each float tensor that the generated one may write.
+
+    Compiling the generated one takes most of a test's time, and its values don't matter here.
+    """
+
+    def kernel(*args: Any) -> None:
+        for arg, kind in zip(args, types, strict=True):
+            if kind.endswith("*") and not kind.startswith("const") and arg.is_floating_point():
+                arg.fill_(next(NUMBERS))
+
+    return kernel
+
+
+@contextlib.contextmanager
+def no_caches() -> Iterator[None]:
+    """Compile anew, so that there is code to read and none is kept with these kernels."""
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+NUMBERS = itertools.cycle(range(1, 200))  # exact in bfloat16, and never the number before
+
+
+def watched_step(passes: list[teb.GraphPass], mode: str) -> tuple[InFlight, int]:
+    """Run a compiled step twice, the second time watched; return the number of reuses, too."""
+    sizes = {"fully_shard": {"shard": 4}, "hybrid_shard": {"replicate": 2, "shard": 2}}[mode]
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = data_parallel(TwoBlocks(), mesh, mode, param_dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend=teb.backend("inductor", passes))
+    watch = InFlight()
+    with pytest.MonkeyPatch.context() as patch, no_caches():
+        patch.setattr(AsyncCompile, "cpp_pybinding", scribble)
+        _, code = run_and_get_code(lambda: step(compiled, TOKENS))
+        with watch.watching():
+            step(compiled, TOKENS)
+    return watch, sum(text.count("# reuse") for text in code)
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])
+@pytest.mark.parametrize("case", CASES)
+def test_no_memory_of_a_collective_is_reused_before_its_wait(case, mode):
+    watch, reuses = watched_step(CASES[case](), mode)
+    assert watch.started > 0
+    assert reuses > 0
+    assert watch.changed == []
+
+
+def test_a_reuse_before_the_wait_is_seen(monkeypatch):
+    """Without what keeps a collective's input alive until the wait, another kernel overwrites it."""
+    monkeypatch.setattr(ir._WaitKernel, "get_volatile_reads", lambda self: [])
+    watch, _ = watched_step(CASES["units apart"](), "fully_shard")
+    assert "_c10d_functional.reduce_scatter_tensor.default" in watch.changed
