@@ -65,7 +65,7 @@ def measure(
     if len(groups) > 1:
         groups.append(dist.group.WORLD)
     machine = Machine(ranks_per_node=per_node)
-    table: dict[Any, list[tuple[int, float]]] = {}
+    table: dict[Any, dict[int, float]] = {}
     for group in groups:
         shape = machine.layout_of(ranks_of(group))
         for kind in COLLECTIVES:
@@ -73,9 +73,8 @@ def measure(
                 nbytes, launch = _launcher(kind, size * 1024, group, device)
                 ms = _collective_ms(launch, group, device, repeats)
                 say(f"{kind} of {shape[0]} ranks on {shape[1]} nodes, {size} KiB: {ms:.3f} ms")
-                points = dict(table.get((kind, shape), []))
+                points = table.setdefault((kind, shape), {})
                 points[nbytes] = max(ms, points.get(nbytes, 0.0))
-                table[kind, shape] = sorted(points.items())
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         n = _PRODUCT[device]
@@ -93,7 +92,7 @@ def measure(
         other_flops=flops["float32"],
         bandwidth=bandwidth,
         kernel_ms=kernel_ms,
-        collectives={key: tuple(points) for key, points in table.items()},
+        collectives={key: tuple(sorted(points.items())) for key, points in table.items()},
         ranks_per_node=per_node,
     )
 
