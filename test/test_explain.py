@@ -121,7 +121,7 @@ def test_the_goal_speed():
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        ("two_blocks", "is no MODULE:FUNCTION"),
+        ("two_blocks", "is not a MODULE:FUNCTION"),
         ("no_such_module_here:f", "no module is named 'no_such_module_here'"),
         (f"{HERE}:two_block", "has no two_block; did you mean 'two_blocks'"),
         (f"{HERE}:not_a_function", "has no function not_a_function"),

@@ -15,6 +15,7 @@ from ...bucketing.units import ByUnit
 from ...errors import BoundNotKeptWarning, NothingKeptWarning
 from ...fsdp.chains import Chains, parameter_chains, read_in_forward
 from ...fsdp.units import Units
+from ...graph.size_hints import SizeHints
 from ...graph.tags import Tag, tag_of
 from ...graph.unwrap import GraphLike, graph_of
 from ...passes.base import GraphPass, Stage
@@ -28,6 +29,7 @@ from ...rewrites.reshard_to import (
     reshard_to,
     what_fits,
 )
+from ..cost.cost import Costs
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..keep.keep import KeepPlanner, block_units
@@ -197,8 +199,11 @@ class ReshardAfterForward(GraphPass):
             fqns = (f for t in tags if t is not None for f in t.fqns)
             units = Units.of(self.units or merged.units or block_units(fqns))
             buckets = merged.planner or ByUnit(units, merged.kinds)
-            given = (order.policies, machine, compilation.size_hints, buckets, by_rank)
-            planner = KeepPlanner(graph, units, *given, self.activations, smaller)
+            costs = Costs(machine, SizeHints.of(compilation.size_hints))
+            model = PartitionedModel(
+                graph, costs, units, buckets, by_rank, self.activations, smaller
+            )
+            planner = KeepPlanner(model, order.policies)
             limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
             outcome, report = planner.report(limit, self.curve)
         except Exception as error:
@@ -263,14 +268,16 @@ def _mark(chains: Chains, choice: _Choice, is_freed: Callable[[Tag], bool]) -> N
 
 
 def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
-    parts = frozenset(f for k in kept if k in partitioned.parts for f in partitioned.units[k].fqns)
-    whole = [partitioned.units[k] for k in kept if k not in partitioned.parts]
+    parts = frozenset(
+        f for k in kept if k in partitioned.parts for f in partitioned.keepables[k].fqns
+    )
+    whole = [partitioned.keepables[k] for k in kept if k not in partitioned.parts]
     gathered = dict.fromkeys(n for unit in whole if unit.starts for n in unit.chains)
     found = partitioned.activations
     if found is None:
         return _Choice(gathered, parts=parts)
     again, saved = dict(found.views), dict(found.saved)
-    for k, unit in enumerate(partitioned.units):
+    for k, unit in enumerate(partitioned.keepables):
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))
     return _Choice(gathered, again, saved, parts)
