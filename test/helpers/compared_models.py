@@ -81,7 +81,8 @@ def rounded() -> Any:
 
 
 def without(name: str, model: nn.Module) -> Any:
-    return [p for p in teb.recipe(model) if p.name != name]
+    parts = (part for each in teb.recipe(model) for part in each.expanded())
+    return [part for part in parts if part.name != name]
 
 
 def tied_and_uneven() -> Any:
