@@ -81,8 +81,8 @@ def rounded() -> Any:
 
 
 def without(name: str, model: nn.Module) -> Any:
-    parts = (part for each in teb.recipe(model) for part in each.expanded())
-    return [part for part in parts if part.name != name]
+    passes = (p for given in teb.recipe(model) for p in given.expanded())
+    return [p for p in passes if p.name != name]
 
 
 def tied_and_uneven() -> Any:
