@@ -2,17 +2,16 @@
 
 import functools
 import os
-import re
 import runpy
 import signal
 from pathlib import Path
 
 import pytest
+from pages import code_of
 
 from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 from torch_ext_bucketing.testing.ring import init_ring_process_group
 
-PAGE = Path(__file__).parent.parent / "torch_ext_bucketing" / "docs" / "training-script.md"
 OPTIONS = ("--steps", "3", "--save-every", "2", "--layers", "1", "--compiler", "aot_eager")
 
 
@@ -32,7 +31,7 @@ def train_on(rank: Rank, folder: str, killed_in: int, *options: str) -> str:
         return batch(step, number, **sizes)
 
     text.batch = dying
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (source,) = code_of("training-script")
     script = Path(folder).parent / f"train-{rank.rank}.py"
     script.write_text(source)
     return runpy.run_path(str(script))["main"](["--folder", folder, *OPTIONS, *options])

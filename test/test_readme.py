@@ -1,42 +1,52 @@
-"""The README's examples run as they stand."""
+"""The code of README and of the documentation's pages runs as it stands."""
 
+import re
+import subprocess
+import sys
+import tomllib
+import types
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from collective_graphs import NON_ADJACENT, PAYLOAD_ORDER
-from readme_examples import EXAMPLES
+from pages import DOCS, code_of
+from patching_trees import ROOT
 from torch._inductor import config
 from torch._inductor.fx_passes import bucketing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torch_ext_bucketing as teb
 from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 
+def small_model() -> Transformer:
+    config = ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, hidden=48, vocab=64)
+    return Transformer(config)
+
+
 @pytest.fixture
 def scope(fake_world: int) -> dict[str, Any]:
-    """The names that the examples use."""
+    """Names that the code uses."""
     torch._dynamo.reset()
-    model = Transformer(ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, hidden=48, vocab=64))
-    mesh = init_device_mesh("cpu", (fake_world,))
+    model, mesh = small_model(), init_device_mesh("cpu", (fake_world,))
     order = teb.FSDPParamOrder.from_model(model, units=teb.transformer_block_plan(model))
-    return {"model": model, "mesh": mesh, "order": order, "torch": torch}
+    return {"model": model, "mesh": mesh, "order": order, "torch": torch, "teb": teb}
 
 
 def run_step(compiled: torch.nn.Module) -> None:
     compiled(torch.zeros(1, 16, dtype=torch.long)).float().sum().backward()
 
 
-def test_there_are_four_examples():
-    assert len(EXAMPLES) == 4
-
-
 def counts_of_units(scope: dict[str, Any]) -> list[dict[str, int]]:
-    """Collectives per parameter and per unit. Backward gathers again all but the embedding, whose
-    weight it does not read, and the last unit, which stays gathered."""
+    """Count collectives per parameter and per unit.
+
+    Backward gathers again all but the embedding, whose weight it does not read, and the last unit,
+    which stays gathered.
+    """
     last = len(scope["order"].units[-1])
     parameters, units = len(list(scope["model"].parameters())), len(scope["order"].units)
     return [
@@ -45,10 +55,11 @@ def counts_of_units(scope: dict[str, Any]) -> list[dict[str, int]]:
     ]
 
 
-def test_quick_start(scope: dict[str, Any]):
+@pytest.mark.parametrize("page", ["README", "getting-started"])
+def test_quick_start(scope: dict[str, Any], page: str):
     with config.patch({"force_disable_caches": True}):
-        # The passes are the same; what Inductor makes of the graphs is slow and not looked at.
-        exec(EXAMPLES[0].replace('"inductor"', '"aot_eager"'), scope)
+        # The passes are the same; Inductor's work on the graphs is slow and not looked at.
+        exec(code_of(page)[0].replace('"inductor"', '"aot_eager"'), scope)
         run_step(scope["compiled"])
     report = scope["backend"].last_report()
     assert [report.collectives_before, report.collectives_after] == counts_of_units(scope)
@@ -57,12 +68,21 @@ def test_quick_start(scope: dict[str, Any]):
         assert tuple(members) == scope["order"].units[bucket.unit]
 
 
+def test_units_by_hand_and_reading_a_report(scope: dict[str, Any], capsys):
+    teb.data_parallel(scope["model"], scope["mesh"])
+    exec(code_of("getting-started")[1], scope)
+    scope["backend"] = teb.backend("aot_eager", scope["passes"])
+    run_step(torch.compile(scope["model"], backend=scope["backend"]))
+    exec(code_of("reports-and-tools")[0], scope)
+    assert "all_gather [(" in capsys.readouterr().out
+
+
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 @pytest.mark.parametrize("name", ["parity", "speed"])
 def test_passes_written_out(scope: dict[str, Any], name: str):
-    """On a model this small one all-gather is more than 2% of memory; that is said, and it runs."""
+    """On a model this small one all-gather is more than 2% of memory: a warning, and it runs."""
     teb.data_parallel(scope["model"], scope["mesh"])
-    exec(EXAMPLES[1], scope | {"teb": teb}, scope)
+    exec(code_of("recipes-and-passes")[0], scope)
     compiler = teb.backend("aot_eager", scope[name])
     run_step(torch.compile(scope["model"], backend=compiler))
     report = compiler.last_report()
@@ -75,9 +95,47 @@ def test_passes_written_out(scope: dict[str, Any], name: str):
         assert bounded == (name == "speed")
 
 
+def test_memory(scope: dict[str, Any]):
+    teb.data_parallel(scope["model"], scope["mesh"])
+    scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters())
+    for code in code_of("memory"):
+        exec(code, scope)
+    assert [type(p).__name__ for p in scope["passes"]][1] == "ReshardAfterForward"
+    assert scope["chosen"].auto
+    assert not scope["in_a_node"].auto
+
+
+def test_rank_order(scope: dict[str, Any]):
+    eager = small_model()
+    for module in (*eager.blocks, eager):
+        fully_shard(module, mesh=scope["mesh"])
+    teb.data_parallel(scope["model"], scope["mesh"])
+    scope |= {"eager_model": eager, "FSDPModule": FSDPModule}
+    for code in code_of("rank-order-reductions"):
+        exec(code, scope)
+    assert "FixedOrderReduce" in repr(scope["passes"])
+
+
+def test_extending(scope: dict[str, Any], capsys):
+    teb.data_parallel(scope["model"], scope["mesh"])
+    own_pass, machine = code_of("extending")
+    exec(machine, scope)
+    assert "slow network" in repr(scope["passes"])
+    # A dataclass looks up the module that defines it.
+    module = types.ModuleType("extending")
+    vars(module).update(scope)
+    with mock.patch.dict(sys.modules, {"extending": module}):
+        exec(own_pass, vars(module))
+        compiler = teb.backend("aot_eager", module.passes)
+        run_step(torch.compile(scope["model"], backend=compiler))
+    gathers = counts_of_units(scope)[1]["all_gather"]
+    found = [int(n) for n in re.findall(r"gathers left (\d+)", capsys.readouterr().out)]
+    assert sum(found) == gathers
+
+
 @pytest.mark.hooks
 @pytest.mark.slow
-def test_config_example(scope: dict[str, Any]):
+def test_hooks(scope: dict[str, Any]):
     teb.data_parallel(scope["model"], scope["mesh"], param_dtype=torch.bfloat16)
     # What the example sets is put back on leaving.
     settings = {
@@ -93,7 +151,7 @@ def test_config_example(scope: dict[str, Any]):
         config.patch(settings),
         mock.patch.object(bucketing, "process_collective_bucket", side_effect=merge) as merged,
     ):
-        exec(EXAMPLES[3], scope)
+        exec(code_of("hooks")[0], scope)
         run_step(scope["compiled"])
     sizes = [len(call.args[1]) for call in merged.call_args_list]
     # Forward gathers, and the gradients of all parameters.
@@ -105,3 +163,37 @@ def test_config_example(scope: dict[str, Any]):
         places = [start.meta["fsdp_payload_order"] for start in call.args[1]]
         assert None not in places
         assert len(set(places)) == len(places)
+
+
+# Their own tests run the code of these pages, or they have none.
+ELSEWHERE = {"torchtitan", "training-script", "api", "8-bit-gathers", "limits"}
+HERE = {"getting-started", "reports-and-tools", "recipes-and-passes", "memory", "hooks"}
+HERE |= {"rank-order-reductions", "extending"}
+
+
+@pytest.mark.once
+def test_pages_are_run_and_linked():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150
+    pages = {path.stem for path in DOCS.glob("*.md")}
+    assert pages == HERE | ELSEWHERE
+    assert not any(code_of(page) for page in ("8-bit-gathers", "limits"))
+    assert all(f"torch_ext_bucketing/docs/{page}.md" in readme for page in pages)
+    files = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")]
+    files += [ROOT / "benchmarks" / "README.md", ROOT / ".github" / "CONTRIBUTING.md"]
+    for path in files:
+        for link in re.findall(r"\]\((?!http)([^)#\s]+)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path}: {link}"
+
+
+@pytest.mark.once
+def test_the_changelog_begins_with_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == project["version"]
+
+
+@pytest.mark.once
+def test_the_api_page_is_up_to_date():
+    command = [sys.executable, str(ROOT / ".ci" / "make_api.py"), "--check"]
+    assert subprocess.run(command).returncode == 0, "run python .ci/make_api.py"

@@ -1,4 +1,4 @@
-"""`plans`: units found in, or named for, models of many shapes."""
+"""Test units found in, or named for, models of many shapes."""
 
 import pickle
 
@@ -47,7 +47,7 @@ LLAMA = "tok_embeddings layers.0 layers.1 layers.2 norm+output"
 
 
 def units(model, **kwargs):
-    """The names of the units, each unit's joined by "+"."""
+    """Join the names of each unit with "+"."""
     return " ".join(map("+".join, transformer_block_plan(model, **kwargs).units))
 
 

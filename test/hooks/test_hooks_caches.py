@@ -1,4 +1,4 @@
-"""Inductor's caches of torch's own bucketing under the hooks' entries, which are plain data."""
+"""Inductor's caches hit and miss by the hooks' entries, which are plain data."""
 
 import re
 import shutil
@@ -38,13 +38,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 @pytest.fixture(scope="module")
 def cold(checkout: Checkout) -> Results:
-    """The first process. What every later one is compared with."""
+    """Run the first process, the reference for all later ones."""
     return checkout.run(*CACHED)
 
 
 @pytest.fixture(scope="module")
 def warm(checkout: Checkout, cold: Results) -> Results:
-    """A second process: the same settings again, then others."""
+    """Run a second process: the same settings again, then others."""
     return checkout.run(*CACHED, *OTHERS)
 
 

@@ -1,5 +1,7 @@
-"""``hooks.install()``, and what importing the package does: each case in a process that has imported
-torch, and nothing of it that compiles."""
+"""``hooks.install()`` serves patched modules, and importing the package changes nothing.
+
+Each case runs in a process that has imported torch, and no part of it that compiles.
+"""
 
 import contextlib
 import contextvars
@@ -45,7 +47,7 @@ def fresh(case: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def with_series(folder: Path) -> None:
-    """The series in ``folder`` are the ones in use, in this process."""
+    """Use the series in ``folder`` in this process."""
     series.find_patches_dir = lambda: folder
 
 
@@ -142,8 +144,10 @@ def changes_nothing(rank: Rank) -> None:
 
 
 def test_the_package_changes_nothing_in_torch() -> None:
-    """Neither imported nor compiling: finders, torch's modules and config entries. An entry that is
-    set without the hooks is torch's own error."""
+    """Import and compile: finders, torch's modules and config entries stay as they were.
+
+    An entry that is set without the hooks is torch's own error.
+    """
     fresh(changes_nothing)
 
 
@@ -258,7 +262,7 @@ def config_first(rank: Rank, folder: Path) -> None:
 
 
 def test_config_imported_first_gets_the_entries(small: Path) -> None:
-    """By itself (see the registries below) or with Dynamo, AOTAutograd and FSDP2."""
+    """Alone (see the registries below) or with Dynamo, AOTAutograd and FSDP2."""
     fresh(config_first, small)
 
 
@@ -304,7 +308,7 @@ def too_early(rank: Rank, folder: Path, changed: Path) -> None:
 
 
 def test_too_early_is_an_error_that_changes_nothing(small: Path, tmp_path: Path) -> None:
-    """A touched module that is there; and config, where a patch changes lines of it."""
+    """A touched module was imported; or config, if a patch changes lines of it."""
     old, new = of_torch(CONFIG), small_edits()[CONFIG]
     assert new.count("shape_padding = ") == 1
     changed = new.replace("shape_padding = ", "shape_padding_renamed = ")
@@ -336,7 +340,7 @@ def installed(
 
 @pytest.mark.once
 def test_series_that_do_not_fit(tmp_path: Path) -> None:
-    """The hunks are named; the newest series that is not newer than torch is tried."""
+    """The hunks are named; the newest series that is older than torch is tried."""
     old = of_torch(BUCKETING)
     head = "import torch\n"
     assert head in old

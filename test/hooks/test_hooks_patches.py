@@ -1,4 +1,4 @@
-"""Git's patches applied in memory, against ``git``."""
+"""Git patches applied in memory give the result of ``git apply``."""
 
 import shutil
 import subprocess
@@ -46,7 +46,7 @@ def numbered(count: int) -> bytes:
 
 
 def diff_of(old: bytes, new: bytes, folder: Path, context: int = 3) -> bytes:
-    """What ``git diff`` says of ``torch/f``."""
+    """Return the output of ``git diff`` for ``torch/f``."""
     for side, data in (("a", old), ("b", new)):
         (folder / side / "torch").mkdir(parents=True, exist_ok=True)
         (folder / side / "torch" / "f").write_bytes(data)
@@ -102,7 +102,7 @@ def test_on_a_changed_file_it_agrees_with_git_apply_or_refuses(
 
 @needs_git
 def test_a_missing_final_newline_is_matched_exactly(tmp_path: Path) -> None:
-    """Git takes a line with a final newline for one without, and can join two lines by that."""
+    """Git accepts a line with a final newline for one without, and can join two lines by that."""
     more = diff_of(b"a\n" * 4 + b"a", b"a\n" * 5 + b"a", tmp_path)
     assert apply(more, b"a\n" * 5 + b"a") == b"a\n" * 6 + b"a"
     with pytest.raises(PatchDoesNotApplyError, match="line 1"):
@@ -135,7 +135,7 @@ def test_several_patches_on_one_file_and_offsets() -> None:
 def test_only_torch_is_changed() -> None:
     tests = b"diff --git a/test/t.py b/test/t.py\nnew file mode 100644\n--- /dev/null\n+++ b/test/t.py\n@@ -0,0 +1 @@\n+pass\n"
     assert parse_patch("p", tests + DIFF) == parse_patch("p", DIFF)
-    with pytest.raises(PatchDoesNotApplyError, match="torch/f: there is no such file"):
+    with pytest.raises(PatchDoesNotApplyError, match="torch/f: the file does not exist"):
         apply(DIFF, None)
 
 
@@ -181,7 +181,7 @@ def test_bad_patches_are_refused(diff: bytes, message: str) -> None:
 
 @pytest.mark.parametrize("series", list_series(), ids=lambda series: series.name)
 def test_the_series_are_read_whole(series) -> None:
-    """Lines that are added and removed, as counted in the files."""
+    """As many lines are added and removed as the files have."""
     parsed = sum(len(h.after) - len(h.before) for _, hunks in series.diffs for h in hunks)
     counted = 0
     for patch in sorted(series.folder.glob("000[1-9]-*.patch")):

@@ -1,4 +1,4 @@
-"""torch's own bucketing under the hooks' entries, on real ranks: eager FSDP2's bits."""
+"""torch's own bucketing under the hooks' entries has eager FSDP2's bits, on real ranks."""
 
 import re
 
@@ -33,7 +33,7 @@ def small_model() -> Transformer:
 
 
 def digests(rank: Rank, model: nn.Module, run) -> tuple[list[str], dict[str, int]]:
-    """Of this rank's shards after each step, and the collectives by kind in the compiled code."""
+    """Hash this rank's shards after each step; count the collectives in the compiled code by kind."""
     counts = dict.fromkeys(KINDS, 0)
 
     def forward_backward(number: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def digests(rank: Rank, model: nn.Module, run) -> tuple[list[str], dict[str, int
 
 
 def one_unit(rank: Rank) -> dict[str, tuple[list[str], dict[str, int]]]:
-    """What :func:`digests` gives for eager FSDP2, all of it one unit, and for each of ``RUNS``."""
+    """Return :func:`digests` for eager FSDP2, all of it one unit, and for each of ``RUNS``."""
     teb.hooks.install()
     with ring_rank(rank, RingTopology(ranks_per_node=2, channels=8, chunk_bytes=128)):
         mesh = init_device_mesh("cpu", (rank.world_size,))

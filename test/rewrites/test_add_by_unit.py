@@ -154,7 +154,7 @@ def both(model, units, x, starts=(0, 1), **options):
     for start in starts:
         torch._dynamo.reset()
         compiled = teb.data_parallel(copy.deepcopy(model), mesh, **DTYPES)
-        passes = teb.recipe(compiled, units=units)
+        passes = [q for p in teb.recipe(compiled, units=units) for q in p.expanded()]
         assert isinstance(passes[0], AddByUnit)
         backend = teb.backend("aot_eager", passes[start:])
         found.append(gradients(compiled, torch.compile(compiled, backend=backend, **options), x))

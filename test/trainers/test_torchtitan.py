@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0 from PyPI, unmodified: its SimpleFSDP executed, its own models traced.
+"""Train and trace with torchtitan 0.3.0 from PyPI, unmodified.
 
 Optional: `pip install torch==2.15.0 'torch_ext_bucketing[torchtitan]'`.
 
@@ -36,7 +36,7 @@ if found != TORCHTITAN or not torch.__version__.startswith("2.15."):
     )
 
 import torch.nn.functional as F  # noqa: E402
-from readme_examples import EXAMPLES  # noqa: E402
+from pages import code_of  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
@@ -64,8 +64,11 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(autouse=True)
 def _fresh_torchtitan(monkeypatch):
-    """torchtitan keeps one class per module type, and with it the mesh and the policy of the first
-    model that was sharded in this process: later models would silently get those."""
+    """Clear torchtitan's one class per module type.
+
+    A class has the mesh and the policy of the first model that was sharded in this process; later
+    models would silently get those.
+    """
     monkeypatch.setattr(simple_fsdp, "_wrap_class_cache", {})
     torch._dynamo.reset()
 
@@ -77,7 +80,7 @@ STEPS = 3
 
 
 def test_simple_fsdp_trains_to_the_bits_and_sends_the_payloads_of_fsdp2(tmp_path, capsys):
-    """And in graph order it does not."""
+    """In graph order it does not."""
     path = tmp_path / "rows.json"
     options = ["--rows", "torchtitan/fully_shard", "--steps", str(STEPS), "--json", str(path)]
     assert parity.main(options) == 0, capsys.readouterr()
@@ -92,7 +95,7 @@ def test_simple_fsdp_trains_to_the_bits_and_sends_the_payloads_of_fsdp2(tmp_path
 # --- traced: torchtitan's own models -------------------------------------------------
 #
 # On fake tensors, so that neither attention nor the grouped matmul needs a kernel. Fake CPU, not
-# fake CUDA: where there is no driver, autograd in a CUDA build of torch refuses fake CUDA tensors
+# fake CUDA: without a driver, autograd in a CUDA build of torch refuses fake CUDA tensors
 # ("hasPrimaryContext expects a valid device index").
 
 
@@ -101,7 +104,7 @@ def _payloads(buckets):
 
 
 def _fsdp2_order(config, mesh):
-    """From the param groups that torchtitan's own FSDP2 path makes of the model."""
+    """Read the order from the param groups that torchtitan's own FSDP2 path makes of the model."""
     with torch.device("meta"):
         model = config.build()
     apply_fsdp_to_decoder(model, mesh, PARAM_DTYPE, REDUCE_DTYPE, pp_enabled=False)
@@ -109,7 +112,7 @@ def _fsdp2_order(config, mesh):
 
 
 def _trace(model, passes):
-    """The report of a compile of forward and backward of a sharded model, made fake here."""
+    """Report a compile of forward and backward of a sharded model, made fake here."""
     from torchtitan.models.common.attention import VarlenMetadata
 
     # The shape environment is for the numbers of tokens per expert.
@@ -142,7 +145,7 @@ def _trace(model, passes):
 
 
 def _check_payloads(report, eager):
-    """Buckets hold FSDP2's payloads; the embedding is one parameter, which needs no bucket."""
+    """Check that buckets hold FSDP2's payloads; the embedding is one parameter and needs no bucket."""
     embedding, several = ("tok_embeddings.weight",), [u for u in eager.units if len(u) > 1]
     assert sorted(eager.units) == sorted([*several, embedding])
     layers = [unit for unit in several if unit[0].startswith("layers.")]
@@ -243,8 +246,7 @@ def _loss(pred, labels, global_valid_tokens):
 
 
 def test_the_passes_stand_in_the_graph_trainers_list(fake_world):
-    """In the place of its bucketing pass: eager FSDP2's payloads, gathered again in backward as
-    the trainer's memory policy wants it."""
+    """Buckets have eager FSDP2's payloads; the trainer's memory policy chooses what is gathered again."""
     from torchtitan.config import ParallelismConfig
     from torchtitan.experiments.graph_trainer import make_fx_tracer, passes, trainer
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
@@ -285,7 +287,7 @@ def test_the_passes_stand_in_the_graph_trainers_list(fake_world):
 
 
 def _check_pipeline(model, traced, settings, replaced):
-    """What a config names is torchtitan's list with this one pass in the place of its bucketing."""
+    """Check that a config's pipeline is torchtitan's list with this one pass as its bucketing."""
 
     def names_of(listed):
         return [getattr(p, "func", p).__name__ for p in listed]
@@ -298,7 +300,7 @@ def _check_pipeline(model, traced, settings, replaced):
     with pytest.raises(ValueError, match=r"gib=1e-06.* is less than this rank needs"):
         registry.POST_INIT_HOOKS[name](trainer)
     trainer.parallel_dims.pp_enabled = False
-    with pytest.raises(ValueError, match=r"the choice of config.compile.memory_policy"):
+    with pytest.raises(ValueError, match=r"use config.compile.memory_policy"):
         registry.POST_INIT_HOOKS[name](trainer)
     with pytest.raises(ValueError, match="is in GiB, got"):
         torchtitan.pass_pipeline(PeakMemory(ratio=2))
@@ -317,10 +319,11 @@ def _check_pipeline(model, traced, settings, replaced):
         torchtitan.graph_passes(traced, settings)
 
 
-def test_the_readmes_config(fake_world):
+def test_the_documented_config(fake_world):
     """Built by torchtitan, it names a pipeline that torchtitan has."""
     scope = {}
-    exec(EXAMPLES[2], scope)
+    (code,) = code_of("torchtitan")
+    exec(code, scope)
     assert scope["llama3_8b"]().compile.pass_pipeline in registry.PASS_PIPELINE_REGISTRY
 
 
@@ -356,8 +359,7 @@ def install_after(rank: Rank, module: str) -> str:
 
 @pytest.mark.parametrize("module", ["train", "experiments.graph_trainer.trainer"])
 def test_torchtitan_imported_first_works_or_says_what_to_do(module):
-    """The package does not mind. The hooks do where torch's bucketing modules are imported, out of
-    which the graph trainer's FSDP passes take functions."""
+    """The package works. The hooks refuse if torch's bucketing modules are imported, as torchtitan does."""
     (found,) = run_ranks(install_after, 1, module, timeout_s=120)
     if found not in ("in memory", "on disk", "native"):
         assert "imported before torch_ext_bucketing.hooks.install(): torch._ind" in found

@@ -81,8 +81,8 @@ class PatchedLoader(importlib.machinery.SourceFileLoader):
         return importlib.util.decode_source(self.source)
 
     def get_code(self, fullname: str) -> CodeType:
-        # No file has this name: Python up to 3.12 prints an uncaught exception with lines of the
-        # file that the code names, and uses linecache only if there is no such file. The name lies
+        # A name without a file: Python up to 3.12 prints an uncaught exception with lines of the
+        # file that the code names, and uses linecache only without such a file. The name lies
         # in torch's directory because Dynamo skips functions by directory.
         name = f"{self.path}<patched by torch_ext_bucketing>"
         # Before execution: install_config_module() reads its module's comments with inspect, which

@@ -92,7 +92,7 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
                     new -= 1
             follows = lines[at] if at < len(lines) else b"-- "
             if old or new or not follows.startswith((b"@@ ", b"diff --git ", b"-- ")):
-                raise fail("the hunk is longer than its header says")
+                raise fail("the hunk is longer than its header")
             continue
         if line.startswith(b"diff --git "):
             match = _FILE.fullmatch(line)
@@ -114,7 +114,7 @@ def apply_patches(
         read: returns a file's bytes by its path in the repository, ``None`` if it does not exist.
 
     Returns:
-        The new bytes by path, in the order in which the diffs first touch the files.
+        The new bytes by path, in the order of the diffs that first touch them.
 
     Raises:
         PatchDoesNotApplyError: lists every hunk that failed, not just the first.
@@ -124,7 +124,7 @@ def apply_patches(
     for path, hunks in diffs:
         data = files.get(path, read(path))
         if data is None:
-            failures.append(f"{path}: there is no such file")
+            failures.append(f"{path}: the file does not exist")
             continue
         files[path], failed = _apply(data, hunks)
         failures += [f"{path}: {line}" for line in failed]

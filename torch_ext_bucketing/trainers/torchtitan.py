@@ -1,24 +1,23 @@
-"""torchtitan's graph trainer (0.3.0), with the passes of ``recipe(model)`` in the place of its
-bucketing.
+"""Run the passes of ``recipe(model)`` in torchtitan's graph trainer (0.3.0).
 
 Importing this module adds ``"torch_ext_bucketing"`` to torchtitan's pass pipelines; a config
-chooses it by ``config.compile.pass_pipeline``. The rest of torchtitan's list stays, in its order;
-what is gathered again in backward is the choice of its ``memory_policy``. With ``ep_overlap``
-torchtitan's chunks of experts' tokens stay, too, and our order of the step stands in the place of
-its fixed one.
+selects it by ``config.compile.pass_pipeline``. Our passes replace torchtitan's bucketing pass; the
+rest of its list stays, in its order. Its ``memory_policy`` chooses what backward gathers again.
+With ``ep_overlap``, torchtitan still cuts experts' tokens in chunks, and our order of the step
+replaces its fixed one.
 
 With pipeline parallelism torchtitan runs a stage as several graphs. Those that gather the stage's
-parameters and reduce its gradients have eager FSDP2's buckets::
+parameters and reduce its gradients get eager FSDP2's buckets::
 
-    unshard    shards -> gathers in buckets -> parameters       once per step, where they fit
+    unshard    shards -> gathers in buckets -> parameters       once per step, if they fit
     forward, backward    of each microbatch, without collectives of parameters
     reduce     sums of gradients -> reductions in buckets -> gradients of shards, once per step
 
-torchtitan's schedules let a stage's parameters go where other stages are next; but what forward
-saves for backward are views of them, so they stay. Here they go, and under a bound on memory
-(``pass_pipeline(memory=PeakMemory(gib=70))``) they do where the bytes of all stages of the rank ask
-for it, and are gathered again. ``trainer.pp_schedule.graph_provider.reports`` has a report of each
-stage of the rank: its collectives, and what it holds at most in the course of the schedule.
+torchtitan's schedules free a stage's parameters when other stages come next. But forward saves
+views of them for backward, which keep the storage alive. Here they are really freed. Under a memory
+bound (``pass_pipeline(memory=PeakMemory(gib=70))``) they are freed, and gathered again, if the
+bytes of all stages of the rank require it. ``trainer.pp_schedule.graph_provider.reports`` has one
+report per stage of the rank: its collectives, and its peak over the schedule.
 """
 
 from __future__ import annotations
@@ -58,23 +57,21 @@ _PIPELINE = "torch_ext_bucketing"
 _REPLACED = "joint_transformer_block_bucketing_reordering_pass"
 _ORDERED_ALREADY = "ep_overlap_schedule_pass"
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""By the ``id`` of their configs: a pipeline gets a config, and a pass needs the model."""
+"""Trainers by the ``id`` of their configs: a pipeline gets a config, a pass needs the model."""
 
 log = logging.getLogger("torch_ext_bucketing")
 
 
 def pass_pipeline(memory: PeakMemory | None = None) -> str:
-    """Add one to torchtitan's pass pipelines, and return its name, for
-    ``config.compile.pass_pipeline``.
+    """Register a pass pipeline in torchtitan; return its name for ``compile.pass_pipeline``.
 
     Args:
-        memory: with pipeline parallelism, a bound in GiB on all that a rank has in memory in a
-            step, as of :func:`.recipe`. None: every stage's parameters are gathered once per step.
+        memory: with pipeline parallelism, a bound in GiB on a rank's memory in a step; see
+            :func:`.recipe`. None: every stage's parameters are gathered once per step.
 
     Raises:
-        ValueError: ``memory`` is a ratio. When the trainer starts: there is no pipeline
-            parallelism, and ``memory_policy`` says what stays; or shards, gradients and optimizer
-            state alone need more.
+        ValueError: ``memory`` is a ratio. When the trainer starts: ``memory`` without pipeline
+            parallelism, or below shards, gradients and optimizer state.
     """
     if memory is not None and memory.gib is None:
         raise ValueError(f"the bound of a pipeline's stages is in GiB, got {memory!r}")
@@ -83,15 +80,16 @@ def pass_pipeline(memory: PeakMemory | None = None) -> str:
     def started(trainer: Any) -> None:
         if trainer.parallel_dims.pp_enabled:
             room = None
-            if memory is not None:  # what it leaves beside shards, gradients and optimizer state
+            if memory is not None:
+                # The rest of the bound, after shards, gradients and optimizer state.
                 parts = nn.ModuleList(trainer.model_parts)
                 state = sum(state_bytes(parts, optimizer) for optimizer in trainer.optimizers)
                 room = check_bound(parts, memory, state)
             trainer.pp_schedule.graph_provider = _BucketedStages(trainer.pp_schedule, room)
         elif memory is not None:
             raise ValueError(
-                f"{memory!r} bounds the stages of a pipeline, and there is none: what stays in "
-                "memory without one is the choice of config.compile.memory_policy"
+                f"{memory!r} bounds the stages of a pipeline; without pipeline parallelism use "
+                "config.compile.memory_policy"
             )
         _trainers[id(trainer.config)] = trainer
 
@@ -103,8 +101,7 @@ def pass_pipeline(memory: PeakMemory | None = None) -> str:
 def graph_passes(
     traced: Any, config: Any, *, parallel_dims: Any = None
 ) -> list[Callable[..., Any]]:
-    """torchtitan's default list of graph passes for its trace of a step, ours in the place of its
-    bucketing.
+    """Return torchtitan's default graph passes for a traced step, with ours for its bucketing.
 
     Raises:
         ValueError: no trainer has started with this config, or torchtitan's list has no bucketing.
@@ -112,24 +109,25 @@ def graph_passes(
     parts: list[Any] = getattr(_trainers.get(id(config)), "model_parts", [])
     if len(parts) != 1:
         raise ValueError(
-            f"{_PIPELINE!r} needs one trainer that has started with this config, of one model "
-            f"part, and found {len(parts)} parts: set config.compile.pass_pipeline before the "
-            "trainer is built"
+            f"{_PIPELINE!r} needs one started trainer with this config and one model part, found "
+            f"{len(parts)} parts: set config.compile.pass_pipeline before the trainer is built"
         )
     listed = construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
     names = [getattr(p, "func", p).__name__ for p in listed]
     if _REPLACED not in names:
         raise ValueError(
-            f"torchtitan's passes have no {_REPLACED} to replace, as where precompile_artifact_dir "
-            f"names an artifact that they ran for: {', '.join(names)}"
+            f"torchtitan's passes have no {_REPLACED} to replace, because precompile_artifact_dir "
+            f"names an artifact or for another reason: {', '.join(names)}"
         )
     listed[names.index(_REPLACED)] = whole_step_pass(parts[0], recipe(parts[0]))
     return [p for p, name in zip(listed, names, strict=True) if name != _ORDERED_ALREADY]
 
 
 class _BucketedStages:
-    """torchtitan's maker of the graphs of a pipeline's stages (``GraphPPStageGraphsProvider``),
-    with our passes on those that gather and reduce."""
+    """Make a pipeline's stage graphs as torchtitan does, with our passes on gathers and reductions.
+
+    It replaces torchtitan's ``GraphPPStageGraphsProvider``.
+    """
 
     def __init__(self, runtime: Any, room: int | None) -> None:
         self.room = room
@@ -145,7 +143,7 @@ class _BucketedStages:
         self.reports: list[StageReport] = []
 
     def prepare_graphs(self, schedule: Any, ctx: Any, *, loss_kwargs: dict[str, Any]) -> Any:
-        """As torchtitan's."""
+        """Make the stages' graphs, as torchtitan's method does."""
         new = {s.stage_index: s for s in schedule._stages if s.graphs is None}
         overlapped = self.theirs.prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
         if new:
@@ -174,10 +172,10 @@ class _BucketedStages:
         if self.room is not None and peak > self.room:
             reached, bound = sizes_text(peak, self.room)
             warnings.warn(
-                f"the stages of this rank hold {reached} at their peak, and the bound leaves "
-                f"{bound} beside shards, gradients and optimizer state, although parameters are "
-                "gathered for each action alone: more stages or ranks, smaller microbatches or a "
-                "schedule with fewer of them under way need less",
+                f"the stages of this rank peak at {reached}, and the bound leaves {bound} beside "
+                "shards, gradients and optimizer state, although every action gathers parameters "
+                "anew: use more stages or ranks, smaller microbatches or a schedule with fewer of "
+                "them in flight",
                 BoundNotKeptWarning,
                 stacklevel=2,
             )
@@ -185,7 +183,7 @@ class _BucketedStages:
 
 @dataclass(frozen=True)
 class _View:
-    """Where in a gathered parameter a view lies: bytes from its first, and the view's layout."""
+    """The layout of a view of a gathered parameter; ``offset`` is in bytes."""
 
     parameter: int
     offset: int
@@ -202,11 +200,13 @@ class _View:
 
 
 class _Released:
-    """The graphs of a stage (``GraphPPStageGraphs``), between which no gathered parameter stays::
+    """A stage's graphs (``GraphPPStageGraphs``) that keep no gathered parameter alive between them.
 
-    forward -> saved values, views of parameters         torchtitan's
-    forward -> saved values, where the views lie         here: backward makes them again, of
-                                                         what is gathered then
+    ::
+
+        forward -> saved values, views of parameters         torchtitan's
+        forward -> saved values, layouts of the views        here: backward makes views again, of
+                                                             the parameters gathered then
     """
 
     def __init__(self, theirs: Any, state: Any) -> None:
@@ -223,7 +223,7 @@ class _Released:
         return found
 
     def let_go(self, saved: Sequence[Any]) -> tuple[Any, ...]:
-        """``saved`` with places in the parameters gathered now for views of them."""
+        """Replace views of gathered parameters in ``saved`` by their layouts."""
         tensors = {i: v for i, v in enumerate(self._gathered()) if isinstance(v, torch.Tensor)}
         by_storage = {v.untyped_storage().data_ptr(): i for i, v in tensors.items() if v.numel()}
 
@@ -240,7 +240,7 @@ class _Released:
         return tuple(map(place, saved))
 
     def again(self, saved: Sequence[Any]) -> tuple[Any, ...]:
-        """The reverse of :meth:`let_go`, of the parameters gathered now."""
+        """Reverse :meth:`let_go` for the parameters gathered now."""
         return tuple(v.of(self._gathered()) if isinstance(v, _View) else v for v in saved)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,8 +260,10 @@ class _Released:
 
 @dataclass(frozen=True)
 class _ReleasedPair:
-    """The graph of a forward and a backward that overlap (``GraphPPOverlapGraphs``), of stages that
-    may be :class:`_Released`."""
+    """The graph of a forward and a backward that overlap (``GraphPPOverlapGraphs``).
+
+    Their stages may be :class:`_Released`.
+    """
 
     theirs: Any
     forward: Any
@@ -288,8 +290,8 @@ def _bucket(stage: Any) -> CompileReport:
         inputs = graph.find_nodes(op="placeholder")
         gathered = [names[i] for i in meta.unshard_flat_param_indices]
         output = _undescribed_output(graph)
-        # One value per tensor that parameters are made of, as torchtitan counts them. A mesh that
-        # no other tensor is made with is an input of no graph, and had none.
+        # torchtitan counts one value per tensor that parameters are made of. A mesh that no other
+        # tensor is made with is not an input of any graph, and has no value.
         values = (*output.args[0], *(None,) * (meta.num_flat_param_values - len(gathered)))
         output.args = (values,)
         fqns = {node: name for node, name in zip(inputs, gathered, strict=True) if name}
@@ -301,7 +303,7 @@ def _bucket(stage: Any) -> CompileReport:
 
 
 def _bytes_of(graphs: Any) -> StageBytes:
-    """What a stage's graphs make and hold."""
+    """Return the bytes that a stage's graphs allocate and hold."""
     modules, meta = graphs.modules, graphs.meta
     gathered, unshard = bytes_of(modules.unshard.graph) if modules.unshard else (0, 0)
     saved, forward = bytes_of(modules.fw.graph, meta.num_user_outputs)
@@ -325,14 +327,14 @@ def _bytes_of(graphs: Any) -> StageBytes:
 
 
 def _undescribed_output(graph: fx.Graph) -> fx.Node:
-    """The output, without the descriptors of a cut graph, which are all None."""
+    """Return the output node, without the descriptors of a cut graph, which are all None."""
     (output,) = graph.find_nodes(op="output")
     output.meta.pop("desc", None)
     return output
 
 
 def _units(part: nn.Module) -> list[tuple[str, ...]]:
-    """The units of eager FSDP2 that a stage has, as torchtitan's decoders are wrapped."""
+    """Return a stage's units of eager FSDP2, as torchtitan wraps its decoders."""
     has = dict(part.named_children())
     layers = [(f"layers.{name}",) for name, _ in has["layers"].named_children()]
     last = tuple(name for name in ("norm", "lm_head") if has.get(name) is not None)
