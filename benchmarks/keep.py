@@ -29,9 +29,12 @@ import torch.fx as fx
 import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
 from torch_ext_bucketing.fsdp.units import Units
+from torch_ext_bucketing.graph.size_hints import SizeHints
 from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
+from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
 from torch_ext_bucketing.testing.demo.table import columns
@@ -62,7 +65,8 @@ class Sharded:
     ) -> KeepPlanner:
         """Return the planner for the joint graph, or for one like it."""
         graph = joint or self.joint
-        return KeepPlanner(graph, UNITS, machine=machine, size_hints=self.size_hints, **more)
+        costs = Costs(machine, SizeHints.of(self.size_hints))
+        return KeepPlanner(PartitionedModel(graph, costs, UNITS, **more))
 
     def scheduling_s(self, machine: teb.Machine) -> float:
         """Return CPU seconds of ``BucketAndSchedule`` on both graphs with all gathered again."""

@@ -102,7 +102,7 @@ def measure(
     machine = machine or job_machine()
     smaller = None if to is None else smaller_group(joint, to)
     known = sharded.planner(machine, activations=True)
-    units = known.partitioned.units
+    units = known.partitioned.keepables
     activations = [k for k in known.candidates if not units[k].starts]
     pass_s = sharded.scheduling_s(machine)
     fixed_ways = {

@@ -68,8 +68,7 @@ def test_whole_model_fits_one_bucket():
 
 PARITY = """\
 recipe(model, 'parity'):
-  AddByUnit(model, manual_plan(['embedding', 'layers.[0-1]', 'head'], model))
-  CombineUses()
+  MatchFSDP2(model, manual_plan(['embedding', 'layers.[0-1]', 'head'], model))
   ReshardAfterForward(keep=['head'])
   BucketByUnit(FSDPParamOrder.from_model(model, units=manual_plan(\
 ['embedding', 'layers.[0-1]', 'head'], model)))
@@ -112,7 +111,7 @@ def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
 def test_the_goal_speed():
     found = explain(f"{HERE}:two_blocks", goal="speed", world_size=4)
     names = [type(p).__name__ for p in found.passes]
-    assert names == ["CombineUses", "ReshardAfterForward", "BucketAndSchedule"]
+    assert names == ["MatchFSDP2", "ReshardAfterForward", "BucketAndSchedule"]
     assert len(found.report.schedules) == 2
     assert "byte cap, MiB" in found.report.to_text()
     with pytest.raises(TargetError, match=r"recipe\(model, 'parity'\): no repeated blocks"):
@@ -122,7 +121,7 @@ def test_the_goal_speed():
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        ("two_blocks", "is no MODULE:FUNCTION"),
+        ("two_blocks", "is not a MODULE:FUNCTION"),
         ("no_such_module_here:f", "no module is named 'no_such_module_here'"),
         (f"{HERE}:two_block", "has no two_block; did you mean 'two_blocks'"),
         (f"{HERE}:not_a_function", "has no function not_a_function"),
@@ -236,7 +235,8 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
     options = ["--goal", "speed", "--world-size", "4", "--plot", str(file), "--memory-gib", "1"]
     assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
     said = capsys.readouterr().out
-    assert "ReshardAfterForward('auto', memory=PeakMemory(gib=1.0), activations=True" in said
+    call = "ReshardAfterForward(reshard_after_forward='auto', memory=PeakMemory(gib=1.0), activ"
+    assert call in said
     assert re.search(r"kept from forward to backward: \d of \d units and [1-9] of [1-9]", said)
     assert file.read_bytes().startswith(b"\x89PNG")
     height = int.from_bytes(file.read_bytes()[20:24], "big")

@@ -102,11 +102,11 @@ def test_imports_between_folders_point_one_way():
 
 
 MAY_PLAN = {"planner", "trainers", "testing", "commands", "explain", "measure", "recipes"}
-"""What may import ``planner/``. The root's ``__init__`` exports names of it."""
+"""Folders that may import ``planner/``. The root's ``__init__`` exports names of it."""
 
 
 def test_the_core_does_not_import_the_planner():
-    """What merges and rewrites works without what estimates and searches, and its types."""
+    """Merging and rewriting need neither estimates nor searches, nor their types."""
     found = []
     for path in MODULES:
         name = name_of(path)

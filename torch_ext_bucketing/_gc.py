@@ -1,7 +1,7 @@
-"""Python's cycle collector, kept out while a graph is rewritten or modelled.
+"""Pause Python's cycle collector while a graph is rewritten or modeled.
 
-Both make hundreds of thousands of objects that stay, and each so many new ones let the collector
-walk over them, and over all of torch, to find nothing: a fifth of the time of a pass.
+Both create hundreds of thousands of objects that stay alive. The collector would walk over them and
+over all of torch again and again, and find nothing. That takes a fifth of a pass's time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """No cycles are collected inside. Does nothing where the collector is off already."""
+    """Disable the cycle collector in the block, unless it is disabled already."""
     if not gc.isenabled():
         yield
         return

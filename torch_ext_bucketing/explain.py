@@ -1,5 +1,7 @@
-"""What bucketing does to a model, found out on one process with a fake process group of any number
-of ranks: the model is compiled, forward and backward, and the report is that of any compile."""
+"""Explain what bucketing does to a model, in one process with a fake process group.
+
+The model is compiled, forward and backward, and the report is that of any compile.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,7 @@ from .testing.target import TargetError, build, call, load_target
 
 @dataclass
 class Explanation:
-    """The result of :func:`explain`: what was run, and the report of all graphs; with ``draw`` also
-    the timelines of each, as compiled and as it became."""
+    """The result of :func:`explain`: passes, report, and the timelines before and after them."""
 
     passes: list[GraphPass]
     report: CompileReport
@@ -58,16 +59,16 @@ def explain(
     """Compile a model's forward and backward with :func:`.recipe`'s passes on a fake process group.
 
     Args:
-        target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
-            model, sharded over all ranks.
-        goal: as of :func:`.recipe`, like ``reduce``, ``memory_gib`` and ``machine``.
+        target: ``"module:function"`` that returns the model and its inputs; None: the demo's model,
+            sharded over all ranks.
+        goal: see :func:`.recipe`, also for ``reduce``, ``memory_gib`` and ``machine``.
         world_size: number of ranks.
         draw: whether to keep the timelines of the graphs.
-        size_hints: as of :func:`.backend`.
+        size_hints: see :func:`.backend`.
 
     Raises:
-        TargetError: the target can't be found, returns something else, or can't be compiled; an
-            option is bad; a process group exists already.
+        TargetError: the target can't be found, called or compiled, an option is invalid, or a
+            process group exists already.
     """
     make = _demo_model if target is None else load_target(target)
     if dist.is_initialized():
@@ -100,7 +101,7 @@ def explain(
             ) from error
         if not compiler.reports:
             raise TargetError("the model compiled to no graph: nothing in it was traced")
-        # Several where the graph breaks.
+        # A graph break makes several reports.
         return Explanation(passes, CompileReport.joined(compiler.reports), drawn)
     finally:
         if dist.is_initialized():

@@ -1,8 +1,8 @@
-"""Names of modules and parameters (FQNs), as everybody in the package spells them.
+"""Canonical names (FQNs) of modules and parameters.
 
 A wrapper puts its own attribute into every name below it: ``torch.compile(block)`` turns
-``layers.0.wq.weight`` into ``layers.0._orig_mod.wq.weight``. The canonical name, on which plans,
-tags and orders agree, is the one before anything was wrapped.
+``layers.0.wq.weight`` into ``layers.0._orig_mod.wq.weight``. Plans, tags and orders use the
+canonical name, which has no wrappers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # names can be had without importing torch
+if TYPE_CHECKING:  # this module does not import torch
     import torch.nn as nn
 
 # Attribute under which each wrapper keeps the module that it wraps: ``torch.compile``
@@ -21,11 +21,10 @@ _WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def canonical_fqn(fqn: str) -> str:
-    """``fqn`` of a module or parameter without the names that wrappers put into it, and without
-    those by which ``torch.nn.utils.parametrize`` moves a parameter.
+    """Remove the names of wrappers and of ``torch.nn.utils.parametrize`` from an FQN.
 
-    A parametrization that keeps several tensors (``original0``, ``original1``: weight norm) has no
-    single parameter to name: those stay. What is no string is a TypeError.
+    A parametrization with several tensors (``original0``, ``original1``: weight norm) stays, since
+    it does not have one parameter to name. Raises a TypeError if ``fqn`` is not a string.
 
     >>> canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
     'layers.0.wq.weight'
@@ -41,9 +40,12 @@ def canonical_fqn(fqn: str) -> str:
 
 
 def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module of ``model`` by canonical FQN, in registration order, the root as ``""``:
-    several entries where it has several names. A wrapper and the module inside it share one name,
-    which stands for the wrapper: that is what callers of ``fully_shard`` pass."""
+    """Map canonical FQNs to modules, in registration order, the root as ``""``.
+
+    A module with several names has several entries.
+    """
+    # A wrapper and the module inside it share a name. It maps to the wrapper, which is what users
+    # pass to ``fully_shard``.
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(canonical_fqn(name), module)
@@ -51,7 +53,7 @@ def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers (checkpointing, ``torch.compile``) around it, or itself."""
+    """Return the module inside wrappers (checkpointing, ``torch.compile``), or ``module``."""
     for attribute in _WRAPPER_ATTRIBUTES:
         inner = module._modules.get(attribute)
         if inner is not None:
@@ -60,18 +62,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether a module or one below it has a parameter of its own."""
-    # Asked of every module: ``module.parameters()`` would walk the whole subtree by name.
+    """Return whether a module or one below it has a parameter of its own."""
+    # Called for every module, and ``module.parameters()`` would walk the whole subtree by name.
     return any(p is not None for p in module._parameters.values()) or any(
         has_parameters(child) for child in module.children()
     )
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Canonical FQNs of every parameter of ``model``: several for a shared (tied) one.
+    """Map each parameter to its canonical FQNs, several for a shared (tied) one.
 
-    The first name is the one that ``model.named_parameters()`` gives, which is also what FSDP2
-    calls the parameter (``FSDPState._init_fqns``).
+    The first FQN is its name in ``model.named_parameters()``, which FSDP2 uses, too
+    (``FSDPState._init_fqns``).
     """
     names: dict[nn.Parameter, dict[str, None]] = {}
     for fqn, parameter, _ in parameters_by_name(model):
@@ -80,15 +82,15 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Canonical FQN, parameter and owner of every place that a parameter has in ``model``. None is
-    read as an attribute, which gathers one that is parametrized by its class (SimpleFSDP's)."""
+    """Yield canonical FQN, parameter and owner of every place of a parameter in ``model``."""
+    # Not read as attributes, which would gather the parameters of SimpleFSDP's classes.
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield canonical_fqn(f"{path}.{name}".lstrip(".")), parameter, module
 
 
 def format_names(names: Collection[str], shown: int = 4) -> str:
-    """The first of some names, and how many more there are.
+    """Join the first names, with the number of the others.
 
     >>> format_names(["a", "b", "c"], shown=2)
     'a, b and 1 more'
@@ -98,9 +100,10 @@ def format_names(names: Collection[str], shown: int = 4) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about the unknown ``name``: up to three near names among
-    ``known``. Names that end alike count as near, too: ``layers.3`` where blocks are
-    ``model.layers.3``."""
+    """Format up to three names in ``known`` that are close to an unknown one, for an error message.
+
+    Names with the same end are close, too: ``layers.3`` and ``model.layers.3``.
+    """
     candidates = [candidate for candidate in known if candidate]
     near = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     tails = [c for c in candidates if name and c.endswith("." + name) and c not in near]

@@ -1,9 +1,9 @@
-"""What a cluster's networks and kernels take, measured by all ranks of a process group.
+"""Measure the networks and kernels of a cluster on all ranks of a process group.
 
-Collectives are measured as compiled graphs launch them. The time of one is from the arrival of its
-last rank: of the times that the ranks saw, the shortest, so that waiting for peers is no part of
-it; of several runs, the median. All ranks end with the same numbers: those of the slowest group of
-a mesh dimension, and of the slowest rank.
+Collectives are launched as compiled graphs launch them. Their time begins when the last rank has
+arrived: the shortest of the ranks' times counts, which has no wait for peers, and the median of
+several runs. All ranks return the same numbers, those of the slowest group of a mesh dimension and
+of the slowest rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .graph.collectives import COLLECTIVES
 from .planner.cost.machine import Machine
 
 _PRODUCT = {"cuda": 8192, "cpu": 512}
-# On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is
-# larger is mapped anew each time, and takes ten times as long.
+# On CPU malloc reuses blocks of this size. It maps larger ones anew each time (M_MMAP_THRESHOLD is
+# 32 MiB at most), which takes ten times as long.
 _COPY_MIB = {"cuda": 1024, "cpu": 16}
 
 
@@ -37,19 +37,21 @@ def measure(
     repeats: int = 7,
     say: Callable[[str], None] = lambda text: None,
 ) -> Machine:
-    """Measure the groups of a mesh over the default process group; every rank has to call it, and
-    gets the same machine. Its ``ranks_per_node`` is torchrun's ``LOCAL_WORLD_SIZE``, else the
-    number of ranks.
+    """Measure the groups of a mesh over the default process group. Every rank must call it.
+
+    The machine's ``ranks_per_node`` is torchrun's ``LOCAL_WORLD_SIZE``, else the number of ranks.
 
     Args:
         mesh: sizes of its dimensions; their product is the number of ranks.
-        kib: sizes of the whole buffer in KiB: what is gathered, scattered, reduced, or exchanged.
-        repeats: runs of each size, after one that is not counted.
-        say: gets a line per measurement, for progress.
+        kib: sizes in KiB of the whole buffer.
+        repeats: runs of each size, after a warm-up.
+        say: called with a line per measurement, for progress.
+
+    Returns:
+        The same machine on every rank.
 
     Raises:
-        ValueError: the mesh does not fit the number of ranks, or no positive size or number of
-            runs.
+        ValueError: the mesh does not fit the number of ranks, or a number is not positive.
     """
     world = dist.get_world_size()
     if math.prod(mesh) != world:
@@ -63,7 +65,7 @@ def measure(
     if len(groups) > 1:
         groups.append(dist.group.WORLD)
     machine = Machine(ranks_per_node=per_node)
-    table: dict[Any, list[tuple[int, float]]] = {}
+    table: dict[Any, dict[int, float]] = {}
     for group in groups:
         shape = machine.layout_of(ranks_of(group))
         for kind in COLLECTIVES:
@@ -71,9 +73,8 @@ def measure(
                 nbytes, launch = _launcher(kind, size * 1024, group, device)
                 ms = _collective_ms(launch, group, device, repeats)
                 say(f"{kind} of {shape[0]} ranks on {shape[1]} nodes, {size} KiB: {ms:.3f} ms")
-                points = dict(table.get((kind, shape), []))
+                points = table.setdefault((kind, shape), {})
                 points[nbytes] = max(ms, points.get(nbytes, 0.0))
-                table[kind, shape] = sorted(points.items())
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         n = _PRODUCT[device]
@@ -91,7 +92,7 @@ def measure(
         other_flops=flops["float32"],
         bandwidth=bandwidth,
         kernel_ms=kernel_ms,
-        collectives={key: tuple(points) for key, points in table.items()},
+        collectives={key: tuple(sorted(points.items())) for key, points in table.items()},
         ranks_per_node=per_node,
     )
 
@@ -99,7 +100,7 @@ def measure(
 def _launcher(
     kind: str, nbytes: int, group: dist.ProcessGroup, device: str
 ) -> tuple[int, Callable[[], Any]]:
-    """Bytes of input and output together, and what runs the collective to its end."""
+    """Return the bytes of input and output together, and a function that runs the collective."""
     n, row = group.size(), COLLECTIVES[kind]
     part = -(-nbytes // (4 * n))
     given, made = (part * n if whole else part for whole in (row.whole_input, row.whole_output))
@@ -116,7 +117,7 @@ def _collective_ms(
         dist.barrier(group)
         found.append(_timed(launch, device))
     times = torch.tensor(found[1:], dtype=torch.float64, device=device)
-    dist.all_reduce(times, dist.ReduceOp.MIN, group)  # the last to arrive waited for nobody
+    dist.all_reduce(times, dist.ReduceOp.MIN, group)  # the last rank to arrive did not wait
     return _slowest(statistics.median(times.tolist()), device)
 
 
@@ -126,7 +127,7 @@ def _kernel_ms(run: Callable[[], Any], device: str, repeats: int) -> float:
 
 
 def _slowest(ms: float, device: str) -> float:
-    """The largest of all ranks' numbers, the same on each."""
+    """Return the largest of all ranks' numbers, on each rank."""
     value = torch.tensor([ms], dtype=torch.float64, device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return max(float(value), 1e-6)

@@ -1,4 +1,4 @@
-"""Reductions by all-to-all and sums in the order of the ranks: the same bits in any bucket."""
+"""Test that reductions by all-to-all and sums in rank order have the same bits in any bucket."""
 
 import copy
 import math
@@ -38,6 +38,7 @@ from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
+from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
@@ -91,7 +92,7 @@ def graph_of(made, world):
 
 
 def in_rank_order(gradients, op):
-    """The sum of one gradient of all ranks."""
+    """Add up one gradient of all ranks."""
     wire = gradients[0].dtype
     wide = torch.float64 if wire is torch.float64 else torch.float32
     total = gradients[0].to(wide)
@@ -164,8 +165,10 @@ def test_what_is_no_sum_of_gradients_stays(fake_world):
 
 
 def test_what_tensor_parallel_ranks_add_up_stays(fake_world):
-    """Ranks 0 and 1 share a norm whose partial gradients they add, as eager FSDP2 does; 0 and 2 are
-    its shards, or its replicas."""
+    """Ranks 0 and 1 add partial gradients of a norm, like eager FSDP2.
+
+    Ranks 0 and 2 have its shards, or its replicas.
+    """
     inner, outer = dist.new_group([0, 1]), dist.new_group([0, 2])
 
     def step(a, b):
@@ -221,10 +224,10 @@ def test_recipes_take_it_by_name(fake_world):
         teb.recipe(model, reduce="ring")
 
 
-# --- what it costs -------------------------------------------------------------------------------
+# --- costs ---------------------------------------------------------------------------------------
 
 LARGE = [(kind, 4, [4096], torch.bfloat16, "avg") for kind in ("reduce_scatter", "all_reduce")] * 3
-# Kernels that take longer the more they move; all-to-alls that take longer than rings.
+# Kernel times grow with bytes; all-to-alls take longer than rings.
 SLOW = teb.Machine(
     bandwidth=1e9,
     kernel_ms=1e-9,
@@ -279,7 +282,7 @@ def test_the_report_tells_what_the_bits_cost(fake_world):
 
 
 def test_what_torch_takes_an_all_to_all_for(fake_world):
-    """What the report says of it, of large ones."""
+    """The report estimates large all-to-alls."""
     gm, _ = graph_of([("reduce_scatter", 4096, [4096], torch.bfloat16, "avg")], fake_world)
     (start,), costs = starts(gm), Costs(teb.Machine())
     ((_, ms),) = costs.in_rank_order([start])
@@ -287,7 +290,7 @@ def test_what_torch_takes_an_all_to_all_for(fake_world):
 
 
 def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
-    """By what is planned and by merging alike; in a bound that rings keep with one bucket."""
+    """Plans and merged graphs agree; the bound is one that rings keep with one bucket."""
     gm, _ = graph_of(LARGE, fake_world)
     search = {"caps_mb": (0.01, 25.0), "kinds": KINDS, "machine": SLOW}
     _, rings = choose_caps(gm.graph, teb.Overlap(), **search)
@@ -303,7 +306,10 @@ def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
 
 def test_what_stays_gathered_leaves_room_for_what_is_received(fake_world):
     joint, _ = random_joint(1, 3)
-    rings, sums = (KeepPlanner(joint, BLOCKS, rank_order=order) for order in (False, True))
+    rings, sums = (
+        KeepPlanner(PartitionedModel(joint, Costs(), BLOCKS, rank_order=order))
+        for order in (False, True)
+    )
     live = [p.partitioned.backward.liveness for p in (rings, sums)]
     made = [sum(m.size[s] for new in m.allocates for s in new) for m in live]
     starts_ = [n for n in joint.nodes if kind_of(n) == "reduce_scatter"]
@@ -341,8 +347,7 @@ def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
     indirect=["fake_world"],
 )
 def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
-    """The sum alone, in one kernel with what casts and scales it: the reads that follow a rounding
-    see the rounded value."""
+    """The sum fuses with casts and scaling; reads after a rounding see the rounded value."""
     gm, _ = graph_of([("reduce_scatter", 40, [3], dtype, "avg")], fake_world)
     teb.FixedOrderReduce()(gm, Compilation())
     (wait,) = (n for n in gm.graph.nodes if n.target is C10D.wait_tensor.default)
@@ -374,20 +379,22 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
 
 @pytest.mark.parametrize("fake_world", [3, 70], indirect=True)
 def test_inductor_reads_what_is_received_once(fake_world):
-    """One kernel packs, one adds, of more than 64 ranks in two loops; nothing else touches the
-    bucket, and a graph has as many nodes for 70 ranks as for 3."""
+    """One kernel packs and one adds; the size of a graph does not depend on the number of ranks.
+
+    The sum over more than 64 ranks has two loops.
+    """
     gm, _ = graph_of([("reduce_scatter", 4, [32], torch.bfloat16, "avg")] * 3, fake_world)
     compilation = Compilation()
     teb.BucketByCap(25)(gm, compilation)
     nodes = len(gm.graph.nodes)
     teb.FixedOrderReduce()(gm, compilation)
-    assert len(gm.graph.nodes) == nodes + 2  # a view of the packed buffer, and the sum
+    assert len(gm.graph.nodes) == nodes + 2  # plus a view of the packed buffer and the sum
     inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     context = torch._guards.TracingContext(inputs[0].fake_mode)
     with torch._guards.tracing(context), inductor_config.patch(force_disable_caches=True):
         _, (code,) = run_and_get_code(lambda: compile_fx_inner(gm, inputs))
     kernels = re.findall(r"^ +(cpp_fused_\w+)\((.*)\)$", code, re.MULTILINE)
-    assert len(kernels) == 2  # on a GPU of 70 ranks three
+    assert len(kernels) == 2  # three on a GPU with 70 ranks
     ((received, packed),) = re.findall(
         r"(\w+) = torch.ops._c10d_functional.all_to_all_single.default\((?:\w+\()?(\w+)", code
     )
@@ -397,8 +404,8 @@ def test_inductor_reads_what_is_received_once(fake_world):
     at = code.index(f"{name} = async_compile")
     source = code[at : code.index("''')", at)]
     reads = source.count("loadu(in_ptr0"), source.count("in_ptr0[")
-    # Of three members' parts, each by itself; of the first 64 ranks, all at once. What CPUs add
-    # in vectors they may add once more one by one, for what a vector is too long for.
+    # Three members' parts are added separately, the first 64 ranks in one loop. CPU kernels may
+    # have a scalar loop after the vector loop.
     assert 9 in reads if fake_world == 3 else sum(reads) == 64 + 3 * 6
 
 
@@ -406,7 +413,7 @@ def test_inductor_reads_what_is_received_once(fake_world):
 
 
 class Mlp(torch.nn.Module):
-    """With few parameters and few kernels: what counts is how buckets are packed, added and unpacked."""
+    """A model with few parameters and kernels, to test packing, adding and unpacking."""
 
     def __init__(self, dim=32, hidden=34):
         super().__init__()
@@ -448,7 +455,7 @@ WAYS = {
     "speed": (None, False, False),
     RING: (500, False, False),
 }
-"""Buckets per unit or of so many MiB, in FSDP2's order or not, scheduled or not."""
+"""Cap in MiB or one bucket per unit, in FSDP2's order or not, scheduled or not."""
 
 
 def passes_of(name, order, kinds, model):
@@ -513,7 +520,7 @@ def test_one_hash_for_all_buckets_orders_and_units(reduce_dtype, shape, ways):
         assert len(sums) == 2 + len(set(ways) - {RING})
         expected = sums["sums", "units"]
         assert {k: v == expected for k, v in sums.items()} == dict.fromkeys(sums, True)
-        # Of three ranks a ring has no order: each adds the sum of the others.
+        # With three ranks a ring has no order: each rank adds the sum of the others.
         if RING in ways:
             assert len(ring) == 3
             assert tuple(expected) not in ring
@@ -526,7 +533,7 @@ def inductor_digests(rank, ways):
         found = []
         for name in ways:
             what = mesh, torch.bfloat16, name, order, KINDS[:2]
-            # Even over the ranks, which so share their kernels.
+            # Even over the ranks, so that these share kernels.
             found.append(compiled_digests(rank, *what, "inductor", sizes=(36, 36)))
         return found
 
@@ -534,7 +541,7 @@ def inductor_digests(rank, ways):
 @pytest.mark.slow
 @pytest.mark.once
 def test_one_hash_of_inductor():
-    """Its kernels round otherwise than eager's; the same in every bucket and order."""
+    """Inductor's kernels round differently from eager ones, but alike in every bucket and order."""
     ways = ("per unit", "small, graph order", RING)
     for *sums, ring in run_ranks(inductor_digests, 3, ways, timeout_s=600):
         assert all(other == sums[0] for other in sums)
@@ -542,7 +549,7 @@ def test_one_hash_of_inductor():
 
 
 def _fails_in(rank, methods, *passes):
-    """The third reduction fails on rank 1."""
+    """Fail in the third reduction on rank 1."""
     with ring_rank(rank, RingTopology(ranks_per_node=1)):
         calls = []
         method = next(name for name in methods if hasattr(RingProcessGroup, name))
@@ -565,15 +572,18 @@ def _fails_in(rank, methods, *passes):
 
 @pytest.mark.parametrize("reduces", [[], [teb.FixedOrderReduce()]], ids=["rings", "all-to-alls"])
 def test_a_fault_on_one_rank_ends_all_and_names_it(reduces):
-    # The newer name first, which C++ looks for.
+    # C++ looks for the newer name first.
     methods = ("all_to_all_single", "alltoall_base") if reduces else ("_reduce",)
     with pytest.raises(RankError, match=r"(?s)rank 1.*the network is gone"):
         run_ranks(_fails_in, 2, methods, *reduces, timeout_s=300)
 
 
 def over_replicas(rank, *shape):
-    """Weights on more than two replicas of some shards: eager FSDP2 over the shards and the hook,
-    with two sets of units, and compiled with two caps; and eager FSDP2's own all-reduces."""
+    """Train on more than two replicas of some shards, and return digests of weights.
+
+    Runs: eager FSDP2 over the shards with the hook and two sets of units, compiled with two caps,
+    and eager FSDP2 with its own all-reduces.
+    """
     found = {}
     with ring_rank(rank, RingTopology(ranks_per_node=shape[1])):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))

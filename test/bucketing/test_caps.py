@@ -1,4 +1,4 @@
-"""Buckets by size: properties over random graphs, the same buckets as torch's planner, time."""
+"""Test buckets by size: properties over random graphs, torch's planner, and planning time."""
 
 import random
 from pathlib import Path
@@ -56,7 +56,7 @@ def everything(start: fx.Node) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def three_groups():
-    """The world and two more groups of all ranks, named 0, 1 and 2."""
+    """Create three groups of all ranks, named 0, 1 and 2."""
     with fake_group(WORLD):
         made = [dist.group.WORLD, *(dist.new_group(list(range(WORLD))) for _ in GROUPS[1:])]
         assert tuple(g.group_name for g in made) == GROUPS
@@ -72,7 +72,7 @@ def names(plan: MergePlan) -> list[tuple[str, list[str]]]:
 
 
 def is_acyclic(graph: fx.Graph, buckets: list[Bucket]) -> bool:
-    """Kahn's algorithm on the graph whose buckets' starts are one node, and their waits another."""
+    """Run Kahn's algorithm with each bucket's starts as one node, and its waits as another."""
     owner: dict[fx.Node, object] = {}
     for i, bucket in enumerate(buckets):
         for start in bucket.members:
@@ -137,8 +137,10 @@ def test_plans_are_sound(seed, size, caps, tagged):
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS)
 @settings(max_examples=300)
 def test_same_buckets_as_torch(seed, size, caps):
-    """Kind by kind, under one cap: torch takes that of the first bucket for all. A gather of ours
-    may have several dtypes, as torch's of this mode."""
+    """Compare kind by kind, under one cap, since torch takes the first bucket's cap for all.
+
+    Gathers may have several dtypes, like torch's in this mode.
+    """
     gm = random_graph(seed, size, GROUPS, writes=False)
     cap = cap_of(caps[:1])
     for kind in KINDS:
@@ -181,7 +183,7 @@ def test_merging_computes_the_same(seed, size, cap, writes):
 @needs_pre_bucketing
 @pytest.mark.parametrize("cap", [300, 1000, 10**6])
 def test_torchs_pass_with_the_hooks_merges_the_same(cap):
-    """All kinds, only the primary group: torch's own pre-bucketing against plan and apply."""
+    """Compare torch's own pre-bucketing with plan and apply, all kinds, only the primary group."""
     theirs, ours = (layered_graph(500, 60, GROUPS, share=False) for _ in range(2))
     plan = ByCap(cap / MIB, eligible="structure", groups="primary").plan(ours.graph)
     (group,) = {group_name(bucket.members[0]) for bucket in plan.buckets}
@@ -197,7 +199,7 @@ def test_torchs_pass_with_the_hooks_merges_the_same(cap):
 
 
 def test_planning_again_changes_nothing():
-    """One key, full buckets: what was alone stays alone for the same reason."""
+    """With one key and full buckets, lone members stay alone for the same reason."""
     builder = Builder()
     outputs = [
         builder.collective("all_gather", builder.leaf(8, torch.float32), "0") for _ in range(7)
@@ -233,7 +235,7 @@ def test_four_collectives_of_two_kinds_that_can_only_half_merge():
 
 
 def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
-    """Five times three products and a reduction, which no cap keeps apart."""
+    """The graph is five times three products and a reduction, which no cap separates."""
 
     def step(*inputs: torch.Tensor) -> list[torch.Tensor]:
         x, out = inputs[0], []
@@ -260,7 +262,7 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
 
 
 def merged(gm: fx.GraphModule, inputs: list[list[torch.Tensor]], **options: Any) -> MergePlan:
-    """The plan by which a graph was merged, which computes the same on every rank."""
+    """Merge a graph, check that all ranks compute the same as before, and return the plan."""
     expected = run_all_ranks(gm, inputs)
     plan = ByCap(1.0, **{"kinds": KINDS, "eligible": everything, **options}).plan(gm.graph)
     apply_plan(gm.graph, plan)
@@ -306,7 +308,7 @@ def cast_of_what_it_leads_to(p, q, new):
 
 
 def padded_before_a_write(p, q, new):
-    """As DTensor pads gradients of 3 rows; torch 2.15 packs what is not padded."""
+    """Pad like DTensor pads gradients of 3 rows; torch 2.15 packs unpadded values."""
     packed = []
     for x in (p, q):
         rows = torch.ops.aten.split.Tensor(x.view(-1)[:3], 2)
@@ -321,7 +323,7 @@ def padded_before_a_write(p, q, new):
     "fn", [cast_before_a_write, cast_of_what_it_leads_to, padded_before_a_write]
 )
 def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn):
-    """Buckets cast and pad on their own: a member that did so before a write must stay alone."""
+    """Buckets cast and pad themselves, so a member with a write after its cast must stay alone."""
     gm = trace(fn, *(torch.zeros(4) for _ in range(3)))
     plan = merged(gm, some_inputs())
     if fn is not padded_before_a_write:
@@ -333,8 +335,10 @@ def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn):
 
 @pytest.mark.parametrize("read_late", [False, True])
 def test_a_reduction_in_place_is_no_barrier(read_late):
-    """As torchtitan's ``spmd_types`` leaves them in a trace; where another node reads the value
-    before it is written, it is one."""
+    """torchtitan's ``spmd_types`` traces such reductions.
+
+    If another node reads the value before it is written, the reduction is a barrier.
+    """
 
     def step(p, q, x):
         first, y = gather(p, dist.group.WORLD), x + 1
@@ -363,7 +367,7 @@ def test_a_bucket_of_backward_is_marked_as_its_members_were(marked):
 
 
 def test_the_writes_of_a_bucket_are_no_barrier():
-    """A bucketed gather writes to its own buffer, which nobody else sees."""
+    """A bucketed gather writes to its own buffer, which no other node reads."""
     gm = trace(
         lambda *xs: [gather(x, dist.group.WORLD) for x in xs], *(torch.zeros(2) for _ in range(6))
     )
@@ -402,7 +406,7 @@ def test_primary_group_has_the_most_gathers():
     assert primary(b=counts(0, 1, 9), a=counts(0, 2, 0)) == ("a",)
     assert primary(b=counts(0, 0, 1), a=counts(0, 0, 2)) == ("a",)
     assert primary() == ()
-    apply_plan(gm.graph, plan)  # one gather on group 0 now, two on group 1
+    apply_plan(gm.graph, plan)  # leaves one gather on group 0, two on group 1
     again = ByCap(1.0, eligible="structure", groups="primary").plan(gm.graph)
     assert not again.buckets
 
@@ -483,8 +487,8 @@ def test_group_names_that_are_nodes():
         ({"cap_mb": (1.0, 0.0)}, "positive number"),
         ({"kinds": "all_gather"}, "kinds must be some of"),
         ({"eligible": "names"}, "eligible must be"),
-        ({"max_compute_run": 0}, "max_compute_run must be a number of nodes of at least 1"),
-        ({"max_compute_run": 2.5}, "max_compute_run must be a number"),
+        ({"max_compute_run": 0}, "max_compute_run must be a whole number of at least 1"),
+        ({"max_compute_run": 2.5}, "max_compute_run must be a whole number"),
     ],
 )
 def test_bad_arguments(options, match):
@@ -548,7 +552,7 @@ def test_same_plans_order_and_traced_graph_under_any_hash_seed():
 
 
 def planning_steps(nodes: int, collectives: int) -> float:
-    """Lines of the package that planning runs, per node of the graph."""
+    """Count the lines that planning runs, per node of the graph."""
     gm = layered_graph(nodes, collectives, GROUPS)
     plans: list[MergePlan] = []
 
@@ -562,8 +566,10 @@ def planning_steps(nodes: int, collectives: int) -> float:
 
 @pytest.mark.once
 def test_planning_takes_a_number_of_steps_that_grows_with_the_graph_alone():
-    """Ten times the graph, ten times the steps. (In time: 1 s for 100,000 nodes with 4,000
-    collectives, see ``python -m benchmarks.bucketing``.)"""
+    """Planning a graph of ten times the size takes ten times the steps.
+
+    In time: 1 s for 100,000 nodes with 4,000 collectives, see ``python -m benchmarks.bucketing``.
+    """
     small, large = planning_steps(2_000, 80), planning_steps(20_000, 800)
     assert large < 1.1 * small
 
@@ -572,7 +578,7 @@ def test_planning_takes_a_number_of_steps_that_grows_with_the_graph_alone():
 
 
 def test_a_plan_in_words():
-    """Buckets closed for each reason, and what is left alone."""
+    """The plan has buckets closed for each reason, and collectives left alone."""
     b = Builder()
     shards = [b.leaf(WORLD * n, torch.float32) for n in (8, 8, 8, 40, 8)]
     gathered = [b.collective("all_gather", x, "0") for x in shards[:3]]
@@ -595,12 +601,16 @@ def test_a_plan_in_words():
     assert_expected_inline(
         "\n".join(lines),
         """\
-all_gather: all_gather_into_tensor_default, all_gather_into_tensor_default_1, all_gather_into_tensor_default_2; 384 of 512 bytes, closed by dependency: all_gather_into_tensor_default_3 needs the result of all_gather_into_tensor_default
-reduce_scatter: reduce_scatter_tensor_default, reduce_scatter_tensor_default_1; 128 of 512 bytes, closed by run: with reduce_scatter_tensor_default_2: 3 compute nodes since the bucket before
+all_gather: all_gather_into_tensor_default, all_gather_into_tensor_default_1,
+    all_gather_into_tensor_default_2; 384 of 512 bytes, closed by dependency:
+    all_gather_into_tensor_default_3 needs the result of all_gather_into_tensor_default
+reduce_scatter: reduce_scatter_tensor_default, reduce_scatter_tensor_default_1; 128 of 512 bytes,
+    closed by run: with reduce_scatter_tensor_default_2: 3 compute nodes since the bucket before
 alone: reduce_scatter_tensor_default_2; closed by end: no other collective of its bucket key follows
-alone: all_gather_into_tensor_default_3; closed by bytes: with all_gather_into_tensor_default_4: 768 bytes, above the cap of 512
-alone: all_gather_into_tensor_default_4; closed by end: no other collective of its bucket key follows
-left: all_gather_into_tensor_default_5; it serves no known parameter""",
+alone: all_gather_into_tensor_default_3; closed by bytes: with all_gather_into_tensor_default_4: 768
+bytes, above the cap of 512 alone: all_gather_into_tensor_default_4; closed by end: no other
+collective of its bucket key follows left: all_gather_into_tensor_default_5; it serves no known
+parameter""",
     )
 
 
@@ -611,7 +621,7 @@ left: all_gather_into_tensor_default_5; it serves no known parameter""",
 @given(seed=SEEDS, size=st.integers(2, 14))
 @settings(max_examples=300)
 def test_contraction_refuses_just_what_closes_a_cycle(seed, size):
-    """Against Kahn's algorithm, with buckets of any starts, and buckets that join others."""
+    """Compare with Kahn's algorithm, with buckets of any starts and buckets that join others."""
     gm = random_graph(seed, size, GROUPS, writes=False)
     starts = [n for n in gm.graph.nodes if kind_of(n) is not None]
     contracted = Contraction(GraphAnalysis(gm.graph))

@@ -1,4 +1,4 @@
-"""A bucket as it is packed: its values, its layouts, and what Inductor makes of it."""
+"""Test packed buckets: values, layouts, and Inductor's kernels."""
 
 import random
 
@@ -35,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def random_members(seed: int) -> tuple[fx.GraphModule, list[tuple[torch.Size, torch.dtype]]]:
-    """Gathers with and without casts, reductions of contiguous, transposed and empty tensors."""
+    """Make gathers with and without casts, and reductions of contiguous, transposed and empty tensors."""
     rng = random.Random(seed)
     group = dist.group.WORLD
     shapes, makers = [], []
@@ -67,7 +67,7 @@ def random_members(seed: int) -> tuple[fx.GraphModule, list[tuple[torch.Size, to
 
 
 def merge_all(gm: fx.GraphModule, seed: int) -> None:
-    """One bucket per key, packed in a random order."""
+    """Merge one bucket per key, packed in random order."""
     buckets: dict[object, list[fx.Node]] = {}
     for start in starts(gm):
         buckets.setdefault(bucket_key(start), []).append(start)
@@ -89,7 +89,7 @@ def layout(value: FakeTensor) -> tuple[object, ...]:
 
 
 def check_layouts(graph: fx.Graph) -> None:
-    """Every value is what its operator gives, in the same storage as other values or not."""
+    """Check that each value has the layout and storage that running its operator gives."""
     seen: dict[int, int] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -115,7 +115,7 @@ def check_layouts(graph: fx.Graph) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_values_and_layouts(fake_world, seed):
-    """On odd seeds as one rank compiles for all: nothing is a rank's place in a buffer."""
+    """With odd seeds one rank compiles for all, so no rank's place in a buffer is a constant."""
     assert fake_world == WORLD
     for_all = seed % 2 == 1
     gm, inputs = random_members(seed)
@@ -164,7 +164,7 @@ def test_members_of_different_devices_share_no_bucket(fake_world):
 
 
 class Experts(nn.Module):
-    """Stacked experts, as many as asked for, that the forward views as one matrix."""
+    """Stacked experts that forward views as one matrix."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Experts(nn.Module):
 def test_a_gathered_parameter_can_be_viewed_whatever_the_rows_of_a_shard(
     fake_world: int, rows: int, compiler: str
 ):
-    """A shard of one row could stay a strided view of the bucket, which the model can't view."""
+    """A shard of one row could be a strided view of the bucket, which the model could not view."""
     torch._dynamo.reset()
     model = Experts(rows * fake_world)
     order = FSDPParamOrder.from_model(model)
@@ -191,7 +191,7 @@ def test_a_gathered_parameter_can_be_viewed_whatever_the_rows_of_a_shard(
 
 
 def test_inductor_packs_a_bucket_with_one_kernel(fake_world):
-    """Of reading, casting and writing, for a bucket of gathers and one of reductions."""
+    """One kernel reads, casts and writes, for a bucket of gathers and for one of reductions."""
     torch._dynamo.reset()
     model = Experts(2 * fake_world)
     order = FSDPParamOrder.from_model(model)

@@ -1,4 +1,4 @@
-"""`plans`: units found in, or named for, models of many shapes."""
+"""Test units found in, or named for, models of many shapes."""
 
 import pickle
 
@@ -47,7 +47,7 @@ LLAMA = "tok_embeddings layers.0 layers.1 layers.2 norm+output"
 
 
 def units(model, **kwargs):
-    """The names of the units, each unit's joined by "+"."""
+    """Join the names of each unit with "+"."""
     return " ".join(map("+".join, transformer_block_plan(model, **kwargs).units))
 
 
@@ -227,10 +227,10 @@ class TestExperts:
 
 
 ERRORS = {
-    "there are no units": [[]],
+    "the list of units is empty": [[]],
     "unit 1 is empty": [["layers.0", []]],
     r"'tok_embedding' matches nothing.*did you mean 'tok_embeddings'": [["tok_embedding"]],
-    r"'layers.\[0-5\]' matches nothing, there is no module 'layers.3'.*'layers.[012]'": [
+    r"'layers.\[0-5\]' matches nothing, the model lacks module 'layers.3'.*'layers.[012]'": [
         ["layers.[0-5]"]
     ],
     r"did you mean 'layers.0.attn'": [["attn"]],
@@ -243,7 +243,7 @@ ERRORS = {
         ["layers.0", "layers.[0-1]"]
     ],
     r"module 'norm' is listed twice, before in unit 'norm\+output'": [["norm+output", "norm"]],
-    "'norm' is listed twice in one unit": [["norm+norm"]],
+    r"'norm' is listed twice, before in unit 'norm\+norm'": [["norm+norm"]],
     "'layers.0.attn' lies inside 'layers.0', which comes earlier.*: list inner": [
         ["layers.0", "layers.0.attn"]
     ],
@@ -312,7 +312,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"units": ()}, "there are no units"),
+            ({"units": ()}, "the list of units is empty"),
             ({"units": ((),)}, "unit 0 is empty"),
             ({"units": (("a",), ("b", "a"))}, "'a' is in two units, 0 and 1"),
         ],
@@ -336,5 +336,5 @@ class TestPlan:
         assert FSDPParamOrder.from_model(model, units=plan) == FSDPParamOrder.from_model(
             model, units=list(plan)
         )
-        with pytest.raises(ValueError, match="there are no units"):
+        with pytest.raises(ValueError, match="the list of units is empty"):
             FSDPParamOrder.from_model(model, units=[])

@@ -1,4 +1,4 @@
-"""Parameters that are gathered in another form than their own, by FSDP2's protocol."""
+"""Parameters with FSDP2 all-gather extensions."""
 
 import copy
 from collections import Counter
@@ -29,7 +29,7 @@ DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 class Gathers(teb.GraphPass):
-    """Counts what each graph gathers of a parameter, by the number of ranks."""
+    """Counts each graph's all-gathers by parameter and number of ranks."""
 
     stage = "forward_backward"
 
@@ -46,12 +46,12 @@ TWO = {(UP, 4): 2}  # data and scales
 ALL = {**TWO, (SCALE, 4): 1}
 AUTO = {"keep": "auto", "memory": teb.PeakMemory(gib=1.0)}
 CASES: dict[str, tuple[Any, int, dict[str, Any] | None, Any, Any]] = {
-    # model, replicas, arguments of ReshardAfterForward, some of forward's and backward's gathers
+    # Model, replicas, arguments of ReshardAfterForward, some all-gathers of forward and backward.
     "hybrid": (even, 2, None, *2 * ({(UP, 2): 2, (SCALE, 2): 1},)),
     "uneven": (uneven, 1, None, ALL, ALL),
     "kept": (even, 1, AUTO, ALL, {}),
     "smaller group": (uneven, 1, {"to": 2}, ALL, {(UP, 2): 2, (SCALE, 2): 1}),
-    # Each half gathers the plane that its products read, and no other.
+    # Forward and backward each gather only the plane that their products read.
     "planes": (planes, 1, {"keep": ["blocks.0"]}, ALL, TWO),
     "planes, kept": (planes, 1, AUTO, ALL, TWO),
     "planes, smaller group": (planes, 1, {"to": 2}, ALL, {**TWO, (SCALE, 2): 1}),
@@ -101,7 +101,7 @@ def test_weights_are_eagers(names: tuple[str, ...]) -> None:
 
 
 class _Sending(fx.Interpreter):
-    """Keeps what the gathers of a graph send."""
+    """Records the bytes that a graph's all-gathers send."""
 
     def __init__(self, graph: fx.GraphModule, sent: list[bytes]) -> None:
         super().__init__(graph)
@@ -114,7 +114,7 @@ class _Sending(fx.Interpreter):
 
 
 def _gathered(rank: int) -> tuple[list[bytes], list[bytes]]:
-    """What eager FSDP2 and the compiled model send in the gathers of a forward."""
+    """Return the bytes that eager FSDP2 and the compiled model gather in a forward."""
     eager: list[bytes] = []
     ours: list[bytes] = []
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -185,28 +185,28 @@ class PostRaises(OneMethod):
 
 
 @pytest.mark.parametrize(
-    ("cls", "rows", "error", "says"),
+    ("cls", "rows", "error", "match"),
     [
         (OneMethod, 8, TypeError, "a OneMethod, has no fsdp_post_all_gather"),
         (
             TwoArguments,
             8,
             TypeError,
-            r"a TwoArguments: fsdp_pre_all_gather\(mesh.* is no signature",
+            r"a TwoArguments: FSDP2 calls .* the signature is \(mesh",
         ),
         (PreRaises, 8, RuntimeError, "fsdp_pre_all_gather raised ArithmeticError: no data"),
         (PostRaises, 8, RuntimeError, "fsdp_post_all_gather raised ArithmeticError: no scale"),
         (ReturnsNothing, 8, TypeError, "fsdp_post_all_gather must return two values.*None"),
-        (OtherShape, 8, ValueError, r"fsdp_post_all_gather makes \(24, 8\) of .* \(8, 24\)"),
+        (OtherShape, 8, ValueError, r"fsdp_post_all_gather returns \(24, 8\) for .* \(8, 24\)"),
         (TensorScaled, 6, ValueError, "6 rows are sharded unevenly over 4 ranks.*pad them to 2"),
     ],
 )
 def test_bad_classes_are_named_and_nothing_is_sharded(
-    cls: type[Wrapper], rows: int, error: type[Exception], says: str, fake_world: int
+    cls: type[Wrapper], rows: int, error: type[Exception], match: str, fake_world: int
 ) -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), wrap(nn.Linear(DIM, rows), cls))
     before = list(model.parameters())
-    with pytest.raises(error, match=f"parameter 1.weight.*{says}"):
+    with pytest.raises(error, match=f"parameter 1.weight.*{match}"):
         teb.data_parallel(model, init_device_mesh("cpu", (4,)), **DTYPES)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert type(model[0]) is nn.Linear

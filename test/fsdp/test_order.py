@@ -1,4 +1,4 @@
-"""`order`: against the param groups of real FSDP2, and as a hook."""
+"""``FSDPParamOrder`` equals real FSDP2's param groups, and sorts collectives."""
 
 import copy
 import pickle
@@ -43,14 +43,14 @@ def mesh():
 
 
 def param_groups(state):
-    """Of one ``fully_shard``: torch 2.11 has at most one of them."""
+    """Return the param groups of one ``fully_shard``; torch 2.11 has at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def wrap(model, units, mesh, **kwargs):
-    """Calls fully_shard per unit. Returns FSDP2's payloads, named without any code of ours."""
+    """Call fully_shard per unit; return FSDP2's payloads, named without our code."""
     modules = dict(model.named_modules())
     states = []
     for unit in units:
@@ -68,7 +68,7 @@ def wrap(model, units, mesh, **kwargs):
 
 
 def check(make_model, units, mesh, ignored=(), **kwargs):
-    """from_model == from_fsdp == what FSDP2 says, before and after its lazy init."""
+    """Check that from_model and from_fsdp equal FSDP2's groups, before and after lazy init."""
     ours = FSDPParamOrder.from_model(make_model(), units=units, ignored_params=ignored)
     model = make_model()
     if ignored:
@@ -113,7 +113,7 @@ MLP = [f"mlp.{i}.{n}" for i in ("up", "down") for n in ("weight", "bias")]
 NORM = ("norm.weight", "norm.bias")
 VIT_UNITS = ["patch_embed", "blocks.0", "blocks.1", ["norm", "head"], ""]
 MOE_UNITS = ["layers.0.moe.experts", "layers.0", "layers.1.moe.experts", "layers.1", ""]
-# Model, units, and what FSDP2 packs in some of them, where a comment is worth it.
+# Model, units, and FSDP2's order of some units that need an explanation.
 CASES = {
     # A block's own parameters come after its children's, although registered first.
     "nested units and a list": (
@@ -165,7 +165,7 @@ class TestAgainstFSDP2:
         model = decoder(tied=True)
         real = wrap(model, DECODER_UNITS, mesh)
         if not hasattr(fully_shard.state(model), "_fsdp_param_groups"):
-            # That of torch 2.11 makes two parameters of it and says nothing.
+            # torch 2.11 silently makes two parameters of it.
             assert FSDPParamOrder.from_fsdp(model).units == real
             assert real[-1] == (*NORM, "output.weight")
             return
@@ -316,15 +316,15 @@ def test_random_trees_like_fsdp2(mesh, spec, data):
     try:
         real = wrap(model, units, mesh, ignored_params={by_name[name] for name in ignored})
     except Exception:
-        # What FSDP2 refuses to wrap (a shared module in two units) it gives no order for.
+        # FSDP2 refuses to wrap a shared module in two units, so it has no order to compare with.
         assume(False)
     if ours is None:
-        assert real == ()  # nothing left to pack is the only reason to refuse what FSDP2 accepts
+        assert real == ()  # FSDP2 accepts units without parameters, which have no order
         return
     canonical = {name: fqns[0] for fqns in parameter_names(plain).values() for name in fqns}
     seen, expected = set(), []
     for unit in real:
-        # Across units FSDP2 would refuse a shared parameter at the first forward; it counts where first seen.
+        # FSDP2 refuses a parameter of two units at the first forward; here the first unit has it.
         names = [canonical[name] for name in unit if canonical[name] not in seen]
         seen.update(names)
         if names:
@@ -343,7 +343,7 @@ class TestWrappedModels:
         assert FSDPParamOrder.from_model(parametrized(decoder()), units=DECODER_UNITS) == plain
 
     def test_class_property_and_meta_device(self):
-        """No parameter is read."""
+        """Parameters are not read."""
         with torch.device("meta"):
             model = decoder()
         for module in list(model.modules()):
@@ -436,12 +436,12 @@ BAD = {
         ("must be a string", of_fqns([[1]])),
     ],
     ValueError: [
-        ("there are no units", of_units([])),
+        ("the list of units is empty", of_units([])),
         ("unit 1 is empty", of_units(["layers.0", []])),
         (r"named 'tok_embedings'; did you mean 'tok_embeddings'", of_units(["tok_embedings"])),
         ("did you mean 'layers.[01]'", of_units(["layers.2"])),
         ("'norm' is listed twice, before in unit 'norm'", of_units(["norm", ["norm", "output"]])),
-        ("'norm' is listed twice in one unit", of_units([["norm", "norm"]])),
+        ("'norm' is listed twice, before in unit 'norm[+]norm'", of_units([["norm", "norm"]])),
         ("lies inside 'layers.0'.*inner modules before", of_units(["layers.0", "layers.0.attn"])),
         ("'norm' lies inside ''", of_units(["", "norm"])),
         ("the units hold no parameter of Module", of_units(["layers.0.mlp.act"])),
@@ -484,7 +484,7 @@ TARGETS = {
 
 
 def tagged(*fqns, kind="all_gather"):
-    """A collective that serves these parameters."""
+    """Make a collective that serves these parameters."""
     graph = fx.Graph()
     node = graph.create_node("call_function", TARGETS[kind], (), name=f"of_{len(fqns)}")
     if fqns:

@@ -1,4 +1,4 @@
-"""Tags, on real traces."""
+"""Tags on real traces."""
 
 import pickle
 from contextlib import ExitStack
@@ -38,7 +38,7 @@ def mesh_1d():
 
 
 def compiled_tags(model, *inputs, partitioner="default", named=None):
-    """``{kind: sorted tags}`` and the capture of one step of ``model``."""
+    """Run one step of ``model``; return ``{kind: sorted tags}`` and the capture."""
     capture = Capture(partitioner, named)
     step(torch.compile(model, backend=capture, fullgraph=True), *inputs)
     found = {}
@@ -77,7 +77,7 @@ def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
 @pytest.mark.parametrize("named", [False, True], ids=["by source", "by identity"])
 def test_the_named_module(fake_world, named):
     model = data_parallel(TwoBlocks(), mesh_1d())
-    model.layers[0] = torch.compile(model.layers[0], backend="eager")  # is not in the name
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")  # a wrapper's name is dropped
     found, _ = compiled_tags(model, TOKENS, named=model if named else None)
     assert found == {"all_gather": ONE_EACH, "reduce_scatter": ONE_EACH}
 
@@ -88,19 +88,19 @@ def test_a_submodule_compiled_alone(fake_world):
 
     model = data_parallel(TwoBlocks(), mesh_1d())
     assert ("layers.1.w1.bias",) in names(model, named=model)
-    # From the model of the order, whatever holds that.
+    # FQNs are relative to the order's model, even inside another module.
     model = TwoBlocks()
     order = FSDPParamOrder.from_model(model)
     data_parallel(nn.ModuleDict({"outer": model}), mesh_1d())
     found = names(model)
     assert ("layers.1.w1.bias",) in found
     assert {fqn for (fqn,) in found} < set(order.units[0])
-    # Without one, from the compiled module.
+    # Without an order, FQNs are relative to the compiled module.
     assert ("w1.bias",) in names(data_parallel(TwoBlocks(), mesh_1d()))
 
 
 def test_replicas_have_all_reduces(fake_world):
-    """Beside reduce-scatters, or alone."""
+    """With reduce-scatters or alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for shard in (shard_by_property, lambda m, mesh: data_parallel(m, mesh, "hybrid_shard")):
         found, _ = compiled_tags(shard(TwoBlocks(), mesh), TOKENS)
@@ -170,7 +170,7 @@ def test_fused_weights_and_padding_by_zeros(fake_world):
 
 
 class Activations(nn.Module):
-    """Collectives of tensor and sequence parallelism beside one parameter's."""
+    """Collectives on activations beside those of parameters."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ class Activations(nn.Module):
 
     def forward(self, x):
         full = _GatherSum.apply(self.w)
-        # made of parameters alone, but computed: an activation all the same
+        # computed from parameters alone, but an activation
         table = _GatherSum.apply(torch.tanh(_GatherSum.apply(self.pos)))
         y = _GatherSum.apply(x @ full.t())
         return y.sum() + table.sum()
@@ -217,7 +217,7 @@ def test_joint_export(fake_world):
 
 
 def training_step_trace():
-    """A ``make_fx`` trace of forward, backward and the list of gradients, without descriptors."""
+    """Trace forward, backward and the list of gradients by ``make_fx``, without descriptors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -354,7 +354,7 @@ def test_tag_is_a_value():
 
 
 def test_linear_in_the_graph(fake_world):
-    """No walk per collective: the lines run per collective don't grow with their number."""
+    """The lines run per collective do not grow with the number of collectives."""
 
     def lines(params: int) -> int:
         graph = torch.fx.Graph()

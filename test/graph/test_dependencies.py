@@ -1,4 +1,4 @@
-"""What keeps its order without an edge, and what only looks as if it had to."""
+"""Nodes that keep their order without an edge, and nodes that only seem to have to."""
 
 import operator
 from typing import Any
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("two_ranks")]
 
 
 class Numbers(Builder):
-    """Builds graphs that read numbers out of tensors and check them."""
+    """Builds graphs that read numbers from tensors and assert on them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Numbers(Builder):
         return node
 
     def check(self, number: fx.Node, least: int) -> fx.Node:
-        """``number >= least``, or the graph fails."""
+        """Assert ``number >= least``."""
         holds = self.graph.call_function(torch.ops.aten.ge.Scalar, (number, least))
         holds.target, holds.meta["val"] = (lambda a, b: a >= b), number.meta["val"] >= least
         holds.target.__module__ = "_operator"
@@ -49,7 +49,7 @@ class Numbers(Builder):
 
 
 def needed(dependencies: Dependencies, node: fx.Node) -> set[fx.Node]:
-    """All that must come before a node."""
+    """Return the names of all nodes that must precede a node."""
     stack, found = [dependencies.index[node]], set()
     while stack:
         for j in dependencies.needs[stack.pop()]:
@@ -91,8 +91,8 @@ def test_the_tensor_whose_size_is_checked_comes_after_the_check():
     assert check not in needed(dependencies, apart)
 
 
-def test_a_write_stays_behind_the_wait_of_what_reads_the_tensor():
-    """A collective reads its input until it ends. Where the graph writes sooner, it may."""
+def test_a_write_stays_after_the_wait_of_the_tensors_reader():
+    """A collective reads its input until its wait, unless the graph itself writes sooner."""
     b = Builder()
     p, q = b.leaf(8, torch.float32), b.leaf(8, torch.float32)
     part = b.collective("all_gather", p, "0")
@@ -189,7 +189,7 @@ def test_what_checks_and_counts_on_the_cpu_takes_no_time_and_no_memory():
 @given(value=st.integers(0, 4), options=OPTIONS, numbers=st.integers(1, 4))
 @settings(max_examples=60)
 def test_the_same_values_and_the_same_failures(value: int, options: Options, numbers: int):
-    """Checks fail in any order of the graph in which they fail in its own."""
+    """An assertion that fails in the graph's order fails in every order."""
     b = Numbers()
     p, q = b.leaf(8, torch.float32), b.leaf(1, torch.float32)
     x, results = p, []
@@ -225,7 +225,7 @@ def outcome(gm: fx.GraphModule, inputs: Any) -> Any:
 
 @pytest.mark.parametrize("read_late", [False, True])
 def test_what_takes_one_of_several_results_comes_at_its_place(read_late):
-    """A dead ``getitem``, or one used late, kept what the tuple's storages hold alive till then."""
+    """Otherwise a dead or late ``getitem`` keeps the tuple's storages alive."""
     b = Builder()
     p = b.leaf(64, torch.float32)
     product = b.call(_aten.mm.default, (p, p), 64, torch.float32)
@@ -247,7 +247,7 @@ def test_what_takes_one_of_several_results_comes_at_its_place(read_late):
 
 
 def test_what_nothing_reads_takes_no_time():
-    """torch's partitioner removes a collective that nothing uses, and leaves what led to it."""
+    """torch's partitioner removes unused collectives, but not the nodes before them."""
     b = Builder()
     p = b.leaf(64, torch.float32)
     dead = b.add(b.add(p, p), p)

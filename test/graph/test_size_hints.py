@@ -1,4 +1,4 @@
-"""Sizes that depend on data: what estimates take them as, and that no pass stumbles over them."""
+"""Sizes that depend on data: their numbers in estimates, and passes on such graphs."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 
 
 class Experts(nn.Module):
-    """Each expert computes the tokens that the router sends it, none dropped, none padded."""
+    """Each expert computes the tokens that the router sends it, without dropping or padding."""
 
     def __init__(self, dim: int, experts: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def sharded() -> nn.Module:
 
 @pytest.fixture
 def whole_graph():
-    """No graph break at ``nonzero``."""
+    """Trace ``nonzero`` without a graph break."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
@@ -100,7 +100,7 @@ def test_a_dropless_mixture_of_experts_is_bucketed_and_scheduled(passes, fake_wo
     model = sharded()
     backend = teb.backend("aot_eager", passes=PASSES[passes](model), size_hints=5)
     with warnings.catch_warnings():
-        if passes != "speed":  # whose bound on memory a model this small can't keep
+        if passes != "speed":  # a model this small can't keep its bound on memory
             warnings.simplefilter("error", teb.errors.BoundNotKeptWarning)
         torch.compile(model, backend=backend, fullgraph=True)(torch.arange(12)).sum().backward()
     report = backend.last_report()
@@ -158,7 +158,7 @@ def test_a_number_stands_for_each_symbol_and_sizes_stay_in_proportion(env):
     hints = SizeHints(16)
     assert [hints(n) for n in (7, tokens, 8 * tokens, tokens + others)] == [7, 16, 128, 32]
     assert hints.used == {"u0": 16, "u1": 16}
-    assert SizeHints(0)(64 // tokens) == DEFAULT  # that has no value for the number
+    assert SizeHints(0)(64 // tokens) == DEFAULT  # without a value for the number
     most = unbacked(env, most=64)
     assert [SizeHints(n)(most) for n in (10_000, lambda symbol: 10_000, None)] == [64] * 3
     asked = []
@@ -200,7 +200,7 @@ def test_any_expression_has_a_number_and_no_guard(operations, number):
 
 @pytest.fixture
 def product(env):
-    """A product of as many rows as the data has, at most a million."""
+    """Trace a product with one row per data row, at most a million."""
     graph = torch.fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     product = graph.call_function(torch.ops.aten.mm.default, (a, b))
@@ -279,7 +279,7 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
 
 
 def _data_dependent_graph(seed: int) -> fx.GraphModule:
-    """Gathers and reductions between rows that are picked by value, their counts and assertions."""
+    """Trace gathers and reductions between rows selected by value, with assertions."""
     rng = random.Random(seed)
     b = Builder(mode=FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
     op = b.op
@@ -322,7 +322,7 @@ def _data_dependent_graph(seed: int) -> fx.GraphModule:
 
 
 def test_random_graphs_with_sizes_that_depend_on_data(two_ranks):
-    """Nothing is lost, computed differently, or said to have gone wrong."""
+    """No node is lost, no value changes, and nothing warns."""
     merged: list[int] = []
 
     @settings(max_examples=20)
@@ -336,7 +336,7 @@ def test_random_graphs_with_sizes_that_depend_on_data(two_ranks):
 
 
 def _merged(seed, hints):
-    """How many collectives fewer there are after bucketing and scheduling a random graph."""
+    """Bucket and schedule a random graph; return the number of collectives saved."""
     gm = _data_dependent_graph(seed)
     inputs = [[(torch.arange(4.0) * (i + 2) + rank) % 3 for i in range(4)] for rank in range(2)]
     expected = run_all_ranks(gm, inputs)

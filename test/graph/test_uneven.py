@@ -34,7 +34,7 @@ CAPS_MB = (0.0002, 0.0005, 0.002)
 
 
 def graphs(rank, world=WORLD, **sizes):
-    """Forward and backward of a model as one rank sees them, not bucketed, by stage."""
+    """Return one rank's forward and backward graph of a model, unbucketed, by stage."""
     kept = []
 
     def keep(gm, inputs):
@@ -77,15 +77,14 @@ def members(plan):
 
 
 def nbytes(nodes):
-    """Each storage once."""
+    """Count bytes, each storage once."""
     values = [n.meta["val"] for n in nodes]
     storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 def launches(gm):
-    """Schedules of buckets of several sizes, under several bounds: what they say, and in which
-    order the collectives come."""
+    """Schedule several caps under several bounds; return the reports and launch orders."""
     found = []
     bounds = [
         [Overlap()],
@@ -107,14 +106,14 @@ def launches(gm):
 
 def test_plans_and_schedules(uneven):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some bounds can't be kept
+        warnings.simplefilter("ignore")  # some bounds are too low
         for first, second in zip(*uneven, strict=True):
-            assert len(first.graph.nodes) < len(second.graph.nodes)  # the ranks' graphs do differ
+            assert len(first.graph.nodes) < len(second.graph.nodes)  # the ranks' graphs differ
             assert launches(first) == launches(second)
 
 
 def test_shards_count_as_many_bytes_as_the_largest_ranks(uneven):
-    """Inputs and results take what they really take on rank 0, which has most rows."""
+    """Estimates equal the real bytes of rank 0, which has the most rows."""
     for stages in zip(*uneven, strict=True):
         found = []
         for gm in stages:
@@ -151,7 +150,7 @@ def test_a_merged_model_is_alike_on_all_ranks_and_as_if_merged(uneven, phase, ca
     found = []
     for rank in range(WORLD):
         gm = copy.deepcopy(uneven[rank][phase])
-        costs = Costs(Machine(bandwidth=1e9, kernel_ms=1e-9))  # whatever is moved takes time
+        costs = Costs(Machine(bandwidth=1e9, kernel_ms=1e-9))  # every move takes time
         plan = ByCap(cap).plan(gm.graph)
         assert plan.buckets
         planned = merged_model(model_of(gm.graph, costs), plan.buckets, costs)

@@ -81,7 +81,8 @@ def rounded() -> Any:
 
 
 def without(name: str, model: nn.Module) -> Any:
-    return [p for p in teb.recipe(model) if p.name != name]
+    passes = (p for given in teb.recipe(model) for p in given.expanded())
+    return [p for p in passes if p.name != name]
 
 
 def tied_and_uneven() -> Any:

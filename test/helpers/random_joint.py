@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Level, Machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
+from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 
 GROUP = "0"
@@ -150,4 +152,7 @@ def random_planner(
         fast = replace(network, bandwidth=network.bandwidth * more)
         machine = replace(machine, ranks_per_node=to, intra=fast)
         smaller = what_fits(parameter_chains(graph), group)
-    return KeepPlanner(graph, BLOCKS, machine=machine, activations=activations, smaller=smaller)
+    costs = Costs(machine)
+    return KeepPlanner(
+        PartitionedModel(graph, costs, BLOCKS, activations=activations, smaller=smaller)
+    )

@@ -1,7 +1,7 @@
 """Inductor's FX graph cache and the AOTAutograd cache, warm and cold, across processes.
 
-All processes share one cache directory, in which a first one finds nothing. Between them the files
-of a checkout of the package and of a user's passes are edited.
+All processes share one cache directory, empty at first. Between them, files of a copy of the
+package and of a user's passes are edited.
 """
 
 import copy
@@ -47,18 +47,18 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 @pytest.fixture(scope="module")
 def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
-    """The first process. What every later one is compared with."""
+    """Compile in a first process, which later ones are compared with."""
     return checkout.run("uuids", *CACHED, seed=1)
 
 
 @pytest.fixture(scope="module")
 def warm(checkout: Checkout, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A second process: the same settings again, then others."""
+    """Compile in a second process: with the same settings, then with others."""
     return checkout.run("uuids", *CACHED, *OTHERS, "backend, lambda", "backend, edited", seed=2)
 
 
 def test_uuids_differ_by_settings_and_not_by_process(warm, cold):
-    """And all passes can be switched off by name in a process that has imported none of them."""
+    """Passes can be switched off by name before they are imported."""
     assert warm["uuids"] == cold["uuids"]
     assert cold["uuids"]["disabled"] == []  # of no pass, and no error
     uuids = cold["uuids"]["uuids"]
@@ -83,7 +83,7 @@ def test_a_plain_function_bypasses_with_a_reason(warm):
     assert_state(warm[name], BYPASS)
     reason = "torch_ext_bucketing.passes.bucketing.BucketByUnit: <lambda>"
     assert any(reason in line for line in warm[name]["log"]), warm[name]["log"]
-    # Torch says only that a pass is unsupported, and on a level that is not shown.
+    # torch logs only that a pass is unsupported, at a level that is not shown.
     (line,) = (line for line in warm[name]["log"] if "torch_ext_bucketing" in line)
     assert line.startswith("WARNING")
     assert "cache_child.py:" in line
@@ -105,13 +105,13 @@ def test_an_edited_pass_does_not_get_the_old_graph(checkout, cold):
 
 
 def test_an_edited_package_does_not_get_the_old_graph(warm, cold):
-    """That an edit of any module changes the digest, is shown below."""
+    """``test_every_module_of_the_package_counts`` edits each module."""
     assert_state(warm["backend, edited"], MISS)
     assert warm["backend, edited"]["codes"] == cold["backend"]["codes"]
 
 
 def test_compiling_in_a_subprocess_is_refused(fake_world, monkeypatch):
-    """As with TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS."""
+    """``TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS`` sets this mode."""
     monkeypatch.setattr(compile_fx, "fx_compile_mode", compile_fx.FxCompileMode.SUBPROCESS)
     model = teb.data_parallel(torch.nn.Linear(8, 8), init_device_mesh("cpu", (fake_world,)))
     compiled = torch.compile(model, backend=teb.backend("inductor", [teb.BucketByCap()]))
@@ -144,7 +144,7 @@ MADE = [
 def test_every_pass_is_listed():
     passes = {getattr(teb, n) for n in teb.__all__ if inspect.isclass(getattr(teb, n))}
     passes = {c for c in passes if issubclass(c, teb.GraphPass) and c is not teb.GraphPass}
-    # Those two have tests of their own.
+    # These two have tests of their own.
     assert passes == {*map(type, MADE), teb.SeparateGroups, AddByUnit}
 
 
@@ -184,7 +184,7 @@ def test_other_values_of_an_argument_count(make, first, second):
 
 
 def test_the_groups_that_reductions_move_to_count(fake_world):
-    """Their names stand in the graph, and each object creates its own."""
+    """Their names are in the graph, and each pass creates its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     made = [
         teb.SeparateGroups(mesh),
@@ -230,7 +230,7 @@ def test_every_field_of_a_policy_counts(made):
 
 
 class Plain:
-    """An object that nothing is known of."""
+    """An object without a ``uuid()``."""
 
 
 def test_what_has_no_uuid(caplog):
@@ -310,7 +310,7 @@ def test_no_cache_keeps_a_graph_for_all_ranks_with_the_place_of_one(caplog, monk
             return CompiledFxGraph()
 
     def init(self: Any) -> None:
-        """The real one reads all that Inductor knows of a graph."""
+        # The real one reads the state of a whole compile.
         self.compiled_fn_runner = None
 
     monkeypatch.setattr(CompiledFxGraph, "__init__", init)
@@ -330,9 +330,9 @@ def test_no_cache_keeps_a_graph_for_all_ranks_with_the_place_of_one(caplog, monk
 
 
 def test_every_module_of_the_package_counts(tmp_path: Path):
-    """In every folder, and also those of tomorrow: there is no list of them."""
+    """The digest walks the folders, so new modules count, too."""
     package = copy_package(tmp_path) / "torch_ext_bucketing"
-    # Torch is not needed for it.
+    # The digest needs no torch.
     (package / "__init__.py").write_text("")
     code = """
     import importlib, pathlib, sys

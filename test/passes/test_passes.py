@@ -1,4 +1,4 @@
-"""Bucketing by units, the passes and the backends, on real traces."""
+"""Passes and backends on real traces."""
 
 import contextlib
 import copy
@@ -120,7 +120,7 @@ def forward(self, a_1, b_1, c_1, d_1):
 
 
 def test_two_buckets_that_make_a_cycle_together(fake_world):
-    """a1 -> b1 and b2 -> a2: one of {a1, a2} and {b1, b2} merges."""
+    """With a1 -> b1 and b2 -> a2, only one of {a1, a2} and {b1, b2} merges."""
 
     def crossing(x, y):
         a1 = reduce_scatter(x, group())
@@ -185,7 +185,7 @@ def test_units_by_module_names_take_the_longest():
 
 
 def compiled_step(passes, model=None, backend_of="aot_eager", **options):
-    """The report of one step of a sharded model."""
+    """Run one step of a sharded model and return the report."""
     torch._dynamo.reset()
     b = backend(backend_of, passes, **options)
     step(torch.compile(model or sharded(), backend=b), TOKENS)
@@ -244,7 +244,7 @@ reduce_scatter(embedding.weight head.weight)
 
 
 def summary(gm):
-    """Starts with their members, and what computes, in graph order."""
+    """List starts with their members, and compute nodes, in graph order."""
     lines = []
     for node in gm.graph.nodes:
         if node in collectives(gm):
@@ -257,13 +257,13 @@ def summary(gm):
 
 
 def packed_by(passes):
-    """What packed each bucket of a step, and the report."""
+    """Run a step and return what packed its buckets, and the report."""
     report = compiled_step(passes)
     return {bucket.packed_by for bucket in report.buckets}, report
 
 
 class Shuffled:
-    """Packs by name, backwards."""
+    """A payload key that packs by name, backwards."""
 
     def __init__(self, uuid="shuffled"):
         self._uuid = uuid
@@ -277,7 +277,7 @@ class Shuffled:
 
 @pytest.mark.hooks
 def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
-    """That it has to be asked to is what a new user does not expect."""
+    """New users expect an order to pack without another argument."""
     o = order()
     found, by_order = packed_by([BucketByUnit(o)])
     assert found == {"FSDPParamOrder"}
@@ -290,7 +290,7 @@ def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
 
 @pytest.mark.hooks
 def test_what_has_no_key_is_said_once_per_compile(fake_world):
-    """An order of another model: its units are found, its keys are not."""
+    """An order of another model has keys for none of the members."""
     other = FSDPParamOrder.from_fqns([["embedding.weight", "layers.0.w1.weight"]])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -307,7 +307,7 @@ def test_what_has_no_key_is_said_once_per_compile(fake_world):
 
 
 def silence(passes, module=None):
-    """The warnings that say that nothing is bucketed."""
+    """Run a step and return its warnings that nothing is bucketed."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = compiled_step(passes, module)
@@ -360,7 +360,7 @@ def test_advice_and_plans_do_not_depend_on_the_words_of_reasons(fake_world, monk
         return ways, buckets, reasons
 
     ways, buckets, reasons = compiled()
-    # Backwards: as many different ones as before.
+    # Reversed reasons are as many different texts as before.
     for cls in (LeftAlone, Unmerged):
         monkeypatch.setattr(cls, "__init__", reversed_reason(cls.__init__))
     assert compiled() == (ways, buckets, [reason[::-1] for reason in reasons])
@@ -415,7 +415,7 @@ def test_uncovered_parameters_are_named_once(fake_world):
 
 
 def by_cap(*args, mode="fully_shard", **options):
-    """The report of a step whose collectives are bucketed by size."""
+    """Bucket a step by size and return the report."""
     model = data_parallel(
         TwoBlocks(), init_device_mesh("cpu", (2, 2) if mode == "hybrid_shard" else (4,)), mode
     )
@@ -442,7 +442,7 @@ def test_buckets_by_cap_are_packed_in_the_callers_order(fake_world):
 
 
 def test_chunked_loss_stays_in_the_heads_unit(fake_world):
-    """The head's weight is used outside of the head, twice; by tag it is the head's."""
+    """The head's weight is used outside of the head, twice; its tag names the head."""
 
     class Chunked(TwoBlocks):
         def forward(self, tokens):
@@ -464,7 +464,7 @@ def test_chunked_loss_stays_in_the_heads_unit(fake_world):
 
 @contextlib.contextmanager
 def lowered():
-    """The graphs that Inductor makes code of, with the kernels of ATen."""
+    """Compile with Inductor and return the graphs that it lowers, with ATen kernels."""
     from torch._inductor.graph import GraphLowering
 
     graphs, run = [], GraphLowering.run
@@ -479,7 +479,7 @@ def lowered():
 
 
 def test_inductor_config_is_left_as_it_was(fake_world):
-    """And its own bucketing does not merge our buckets, and the user's own pass runs, too."""
+    """torch's own bucketing must not merge our buckets, and the user's own pass must run."""
     seen = []
     set_by_the_user = {
         "post_grad_custom_post_pass": lambda g: seen.append(inductor_config.bucket_all_gathers_fx),
@@ -583,7 +583,7 @@ def test_config_hooks_alone(fake_world):
 
 @pytest.mark.hooks
 def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world):
-    """The field is written on the joint graph, and is there after the partitioner."""
+    """The field is set on the joint graph and survives the partitioner."""
     reverse = FSDPParamOrder.from_fqns([unit[::-1] for unit in order().units[::-1]])
     options = {
         "joint_custom_post_pass": TagParameters(order=reverse),
@@ -598,7 +598,7 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world):
     assert packed == [[fqn for unit in reverse.units for fqn in unit]] * 2
 
 
-# -- passes and their owner -----------------------------------------------------------------------
+# -- the pipeline ---------------------------------------------------------------------------------
 
 
 def test_manager_orders_the_passes():
@@ -630,7 +630,7 @@ def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
     key = Pipeline(passes).uuid()
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "")
     assert Pipeline(passes).uuid() == key
-    # Schedule is a pass, but none of these; its subclass is another one.
+    # Schedule is not in the list; its subclass has another name.
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "Schedule, BucketByUnit")
     without = Pipeline(passes)
     assert without.disabled == ("BucketByUnit",)
@@ -656,7 +656,7 @@ def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
         backend("aot_eager", [BucketByUnit(UNITS)])
 
     class Own(BucketByUnit):
-        """A user's."""
+        """A pass of a user."""
 
     if name == "Own":
         assert Pipeline([Own(UNITS)]).disabled == ("Own",)
@@ -672,7 +672,7 @@ def test_every_passs_time_is_in_the_report(fake_world):
         ("backward", "Schedule"),
     ]
     assert all(p.seconds > 0 for p in report.passes)
-    # What a pass notes of the graph before the first one counts as its own.
+    # The time of measuring the baseline counts for the pass that requires it.
     assert report.passes[2].seconds > report.schedules[0].seconds
     (line,) = [x for x in report.to_text().splitlines() if x.startswith("joint")]
     assert line.split() == ["joint", "TagParameters", f"{report.passes[0].seconds:.3f}"]
@@ -680,7 +680,7 @@ def test_every_passs_time_is_in_the_report(fake_world):
 
 
 def test_plain_functions_are_not_cached():
-    """All else is told apart by ``test_caches``."""
+    """``test_caches`` covers all other settings."""
     for one in (
         BucketByUnit(UNITS, payload_order=lambda n: 0),
         Pipeline([BucketByUnit(UNITS, payload_order=lambda n: 0)]),

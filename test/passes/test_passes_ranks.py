@@ -18,7 +18,7 @@ from torch_ext_bucketing.testing.ring import on_ranks
 pytestmark = pytest.mark.long
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-# Beside other modes, which show most of it.
+# Other modes cover most of it.
 MORE = (pytest.mark.slow, pytest.mark.once)
 
 
@@ -36,7 +36,7 @@ def _aot_eager_equals_uncompiled(rank, mode, reshard):
     for _ in range(2):
         assert_equal(gradients(compiled, module, rank), expected)
     assert max(b.last_report().collectives_before.values()) >= 10
-    # with resharding, the forward's three gathers and backward's: the head is alone in its unit
+    # With resharding, three gathers in forward and in backward: the head is alone in its unit.
     gathers = 6 if reshard else 3
     for kind, number in b.last_report().collectives_after.items():
         assert number == (gathers if kind == "all_gather" else 3), kind
@@ -58,7 +58,7 @@ def test_aot_eager_equals_uncompiled(mode, reshard):
 
 
 def _inductor_equals_inductor_without_buckets(rank):
-    # Even over the ranks, which so share their kernels.
+    # Shards are even, so ranks share their kernels.
     module = shard("fully_shard", 8, 14, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = gradients(torch.compile(module), module, rank)
     torch._dynamo.reset()

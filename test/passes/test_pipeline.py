@@ -1,4 +1,4 @@
-"""Lists of passes: their order, what is wrong with one, and what to give instead."""
+"""Lists of passes: their order, their conflicts, and the list that an error suggests."""
 
 import itertools
 from dataclasses import dataclass
@@ -94,12 +94,13 @@ def one_of_each(world):
     ]
     classes = {getattr(teb, name) for name in teb.__all__}
     known = {c for c in classes if isinstance(c, type) and issubclass(c, GraphPass)} - {GraphPass}
-    assert {type(p) for p in passes} == known
+    # MatchFSDP2 stands for four that are listed here.
+    assert {type(p) for p in passes} >= known - {teb.MatchFSDP2}
     return passes
 
 
 def test_following_the_advice_works_for_every_list_of_three(fake_world):
-    """Every pair is part of such a list; a pass may be in it twice."""
+    """Every pair is in such a list; a pass may be in it twice."""
     refused = set()
     for given in itertools.product(one_of_each(fake_world), repeat=3):
         working = advice(given)
@@ -108,7 +109,7 @@ def test_following_the_advice_works_for_every_list_of_three(fake_world):
         refused.update(itertools.combinations([p.name for p in given], 2))
         assert working, given
         Pipeline(working)
-        # Each pass that was given is there, or a part of one, or what it decides is decided.
+        # The list has each pass, or a pass with it as a part, or one that decides the same.
         kept = {q for p in working for q in (p, *p.parts)}
         decided = {type(fact) for p in kept for fact in p.provides}
         for p in given:
@@ -118,7 +119,7 @@ def test_following_the_advice_works_for_every_list_of_three(fake_world):
 
 
 def advice(given):
-    """What the error suggests for a list; None where there is no error."""
+    """Return the list that the error suggests; None without an error."""
     try:
         Pipeline(given)
     except PassOrderError as error:
@@ -144,7 +145,7 @@ def test_a_pass_that_can_be_a_part_becomes_one(fake_world):
 
 @dataclass(frozen=True)
 class Limited(GraphPass):
-    """A pass as the documentation has it."""
+    """A pass like the one in the documentation."""
 
     stage = "forward_backward"
     limit: int = 3
@@ -161,7 +162,7 @@ def test_fields_are_the_settings():
 
 def test_a_subclass_that_adds_nothing_has_the_settings_of_its_base():
     class Own(teb.BucketByCap):
-        """With another name."""
+        """A subclass with another name."""
 
     assert Own(25).settings() == teb.BucketByCap(25).settings()
     assert repr(Own(25)) == "Own(cap_mb=25)"

@@ -1,4 +1,4 @@
-"""A torch newer than all that are known, where something private is gone."""
+"""A newer torch that lacks a private function."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ import torch_ext_bucketing
 
 ROOT = Path(torch_ext_bucketing.__path__[0])
 
-# Public though the name of a module begins with an underscore: upstream offers them to others.
+# Public, although the name of a module begins with an underscore.
 OFFERED = ("torch._inductor.config",)
 
 CHILD = """
@@ -38,11 +38,11 @@ for case in json.loads(sys.argv[1]):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, case
 """
-"""Forks a child for each case: importing torch takes longer than what is asked here."""
+"""Forks a child for each case, because importing torch takes longer than the case."""
 
 
 def private_imports() -> list[tuple[Path, str, str, bool]]:
-    """Module, name, and whether a ``with private_torch()`` is around it, in ``_torch/``."""
+    """Yield module, name, and whether it is in a ``with private_torch()``, for ``_torch/``."""
     found = []
     for path in sorted((ROOT / "_torch").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def private_imports() -> list[tuple[Path, str, str, bool]]:
             if isinstance(node, ast.With):
                 if "private_torch" in ast.dump(node.items[0]):
                     guarded.update(ast.walk(node))
-            elif isinstance(node, ast.Try):  # older torches lack it, and a handler says what then
+            elif isinstance(node, ast.Try):  # older torches lack it: a handler follows
                 guarded.update(n for statement in node.body for n in ast.walk(statement))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:

@@ -1,4 +1,4 @@
-"""Warm starts: a rank finds what it compiled before, and never what another rank did."""
+"""Warm starts: a rank hits its own cache entries, and never those of another rank."""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,13 @@ from cache_runs import CHILD, HIT, MISS, assert_state, run
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
-# That the rank is in the key is shown by test_caches.
+# test_caches checks that the rank is in the key.
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A folder that rank 0 and then rank 1 came to, a copy from between ("-0"), and what they did."""
+    """Compile as rank 0 and then as rank 1 in one folder; copy it in between ("-0")."""
     folder = tmp_path_factory.mktemp("ranks") / "cache"
     return folder, run(str(CHILD), "ranks", "even", str(folder))
 
@@ -53,7 +53,7 @@ def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
 
 
 def test_gathers_in_float8_hit_and_those_of_another_kind_miss(tmp_path: Path):
-    """In the FX graph cache: AOTAutograd's takes no graph with an operator of the package's own."""
+    """Only the FX graph cache hits: AOTAutograd's refuses graphs with the package's operator."""
     results = run(str(CHILD), "turns", str(tmp_path), *4 * ("float8",), "other float8")
     states = [result["graphs"] for result in results]
     # Backward reads what forward unpacked.
@@ -61,7 +61,7 @@ def test_gathers_in_float8_hit_and_those_of_another_kind_miss(tmp_path: Path):
 
 
 def test_artifacts_of_rank_0_serve_rank_0_alone():
-    """Uneven shards."""
+    """Shards are uneven."""
     saved, one, zero = run(str(CHILD), "artifacts", "data_parallel")
     assert_state(saved, MISS)
     assert_state(one, MISS)
@@ -77,18 +77,18 @@ def test_artifacts_of_rank_0_serve_rank_0_alone():
 
 
 FOR_ALL = ("data_parallel, even", "2-D", "2-D, data_parallel", "2-D, tensor parallel")
-"""Ways to shard of which one rank compiles a step for all."""
+"""Ways to shard; for each, one rank compiles a step for all."""
 
 
 @pytest.fixture(scope="module")
 def for_all() -> list[dict[str, Any]]:
-    """What 4 ranks make of each, by themselves and with the artifacts of rank 0."""
+    """Compile each on 4 ranks, by themselves and with the artifacts of rank 0."""
     return run(*TORCHRUN[:-1], "4", str(CHILD), "one_for_all", *FOR_ALL)
 
 
 @pytest.mark.parametrize("way", FOR_ALL)
 def test_artifacts_of_one_rank_that_compiles_for_all_serve_all(for_all, way):
-    """With nothing of a rank in the code, in keys, or in what the caches keep."""
+    """Code, keys and cached values have nothing of a rank."""
     results = [result for result in for_all if result["way"] == way]
     assert sorted(result["rank"] for result in results) == [0, 1, 2, 3]
     for result in results:

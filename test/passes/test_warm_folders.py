@@ -44,7 +44,7 @@ def test_what_a_compile_wraps_in_torch_is_found_and_is_gone_afterwards():
 
 @pytest.mark.slow
 def test_damaged_entries_are_compiled_anew():
-    """Every entry of every cache cut in half."""
+    """Each entry of each cache is cut in half."""
     cold, damaged, warm = run(str(CHILD), "damaged", "data_parallel")
     for result, state in ((cold, MISS), (damaged, MISS), (warm, HIT)):
         assert_state(result, state)

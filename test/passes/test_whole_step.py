@@ -1,4 +1,4 @@
-"""A trace of a whole step, made without Dynamo: the passes on it as one pass."""
+"""The passes on a trace of a whole step, made without Dynamo."""
 
 import copy
 
@@ -37,13 +37,13 @@ class Model(nn.Module):
 
 
 def extras(parameter):
-    """What a ``DTensor`` is made of beside its shard: nothing, or its mesh."""
+    """List the tensors of a ``DTensor`` besides its shard: nothing, or its mesh."""
     attributes, _ = parameter.__tensor_flatten__()
     return [torch.zeros(1)] * (len(attributes) - 1)
 
 
 def traced(model):
-    """Loss and gradients of a step, as plain tensors of plain tensors, on fake ones."""
+    """Trace loss and gradients of a step on fake tensors, without subclasses."""
     parameters = dict(model.named_parameters())
 
     def step(*tensors):
@@ -101,7 +101,7 @@ def test_one_collective_per_unit_and_kind(model):
 
 
 def test_what_is_gathered_again_in_backward_stays_so(model):
-    """Else a whole unit would stay in memory from forward to backward."""
+    """Otherwise a whole unit would stay in memory from forward to backward."""
     gm = traced(model)
     start = gathers(gm.graph)[2]
     (wait,) = start.users

@@ -28,8 +28,10 @@ LAYERS, ROWS = 12, 16 * DIM
 
 
 def backward_with_deferrable_gradients() -> fx.GraphModule:
-    """Per layer the gradient of the input, which the next layer waits for over the network of
-    tensor parallelism, and the gradient of the weight, which nothing waits for."""
+    """Make layers of two gradients: the input's, exchanged over TP's network, and the weight's.
+
+    The next layer needs the first one. No node needs the second one.
+    """
     b = Trainer()
     tensor_parallel = dist.new_group([0, 1]).group_name
 
@@ -57,8 +59,9 @@ def scheduled(policies: Policy | Sequence[Policy]):
 
 
 def spike(rows: int = 4 * DIM) -> fx.GraphModule:
-    """A reduction under way when a table is filled and added to a result: at the start of both the
-    table's memory is needed, and what the reduction reads is still there::
+    """Make a peak while a reduction is in flight.
+
+    A table is filled and added to a result, while the reduction's input is still live::
 
         y = mm(x, w)    reduce-scatter(y)    z = mm(tall, w)    mm(add(full(), z), w)
     """
@@ -98,7 +101,9 @@ def test_a_bound_that_the_fastest_order_misses_is_met_without_giving_the_gain_aw
 
 
 def test_what_overtakes_leaves_room_for_what_it_overtakes():
-    """The last product could run while the gather is under way, and is alive until the end::
+    """The last product could run while the gather is in flight, but is live until the end.
+
+    ::
 
     start(gather) -> wait -> s = mm(tall, gathered) -> relu(s) -> sum    e = mm(tall, w)  e + sum
     """

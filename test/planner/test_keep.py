@@ -1,5 +1,4 @@
-"""What stays gathered from forward to backward: estimates against partitioned graphs, choices
-against all that there are, and what is told."""
+"""Test the choice of what stays in memory: estimates, choices, and reports."""
 
 import json
 import random
@@ -62,7 +61,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class Look(teb.GraphPass):
-    """Calls something with the joint graph."""
+    """Calls a function with the joint graph."""
 
     stage = "joint"
 
@@ -74,7 +73,7 @@ class Look(teb.GraphPass):
 
 
 def compiled(*passes, again=False, vocabulary=64, model=TwoBlocks):
-    """A small model's graphs by stage, and the report."""
+    """Compile a small model; return its graphs by stage, and the report."""
     graphs = Keep()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -88,7 +87,7 @@ def compiled(*passes, again=False, vocabulary=64, model=TwoBlocks):
 
 
 def gathered(gm):
-    """The units that a graph gathers."""
+    """Return the units that a graph gathers."""
     tags = [t for n in gm.graph.nodes if kind_of(n) == "all_gather" for t in member_tags(n)]
     owner = {name: unit_name(unit) for unit in UNITS for name in unit}
     return {u for t in tags for f in t.fqns for n, u in owner.items() if f.startswith(f"{n}.")}
@@ -103,12 +102,14 @@ def auto(memory, **options):
 
 @pytest.mark.parametrize("kept", [(), ("layers.1", "head")], ids=len)
 def test_halves_are_what_the_partitioner_makes(fake_world, kept):
-    """To the byte and the microsecond."""
+    """Bytes are equal, and times up to a millionth."""
     found = {}
 
     def look(graph):
         partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED)
-        chosen = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept or ("-",))]
+        chosen = [
+            k for k, u in enumerate(partitioned.keepables) if u.name.startswith(kept or ("-",))
+        ]
         found["models"] = partitioned.models(chosen)
         found["peak"] = HeldUnits(partitioned).peak_bytes(chosen)
 
@@ -117,7 +118,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         ours, graph = Timeline.of(model), model_of(graphs[stage].graph)
         real = Timeline.of(graph)
         assert ours.step_ms == pytest.approx(real.step_ms, rel=1e-6)
-        # Shards that backward does not read are there all the same.
+        # Shards that backward does not read are in memory, too.
         unread = model.liveness.at_start - graph.liveness.at_start
         assert unread == 0 if stage == "forward" else unread >= 0
         assert ours.peak_bytes - unread == real.peak_bytes
@@ -125,8 +126,10 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
 
 
 class Chosen(teb.GraphPass):
-    """Saves, gathers and computes again by chance, with or without one unit for all beside blocks,
-    which is read first and last."""
+    """Makes a random choice, with or without one unit for all parameters outside of blocks.
+
+    That unit is read first and last.
+    """
 
     stage = "joint"
 
@@ -145,7 +148,7 @@ class Chosen(teb.GraphPass):
         partitioned = PartitionedModel(
             g, Costs(), units, UNMERGED, activations=True, smaller=smaller
         )
-        self.units = partitioned.units
+        self.units = partitioned.keepables
         held = [k for k, u in enumerate(self.units) if u.held]
         chance = [0.9 if k in partitioned.parts else 0.5 for k in held]
         kept = [k for k, p in zip(held, chance, strict=True) if self.rng.random() < p]
@@ -184,9 +187,9 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
         assert ours.step_ms == pytest.approx(Timeline.of(graph).step_ms, rel=1e-6)
         unread = model.liveness.at_start - graph.liveness.at_start
         most = Timeline.of(graph).peak_bytes
-        # What is gathered of is taken to be there while forward makes the copies of parts.
+        # The model keeps gathered values alive while forward copies parts.
         assert most <= ours.peak_bytes - unread <= (1.01 if chosen.in_part else 1) * most
-    # In an order in which what is made again stands where it would with nothing kept.
+    # ``HeldUnits`` leaves recomputed nodes where they stand with nothing kept.
     assert chosen.peak >= max(m.liveness.peak(range(len(m))) for m in chosen.models)
 
 
@@ -199,7 +202,7 @@ def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
 
     def look(graph):
         partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED, activations=True)
-        found["units"] = [u for u in partitioned.units if not u.starts]
+        found["units"] = [u for u in partitioned.keepables if not u.starts]
 
     compiled(Look(look), again=True, model=Dropped)
     nodes = [n for u in found["units"] for n in u.chains]
@@ -211,13 +214,15 @@ def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
 
 
 def test_schedules_count_what_only_forward_reads(fake_world):
-    """A shard whose gathered copy was saved is no input of backward, and in memory."""
+    """A shard whose gathered copy was saved is in memory although backward does not read it."""
     kept, found = ("layers.1", "head"), {}
 
     def look(graph):
         partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED)
         found["partitioned"] = partitioned
-        found["chosen"] = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept)]
+        found["chosen"] = [
+            k for k, u in enumerate(partitioned.keepables) if u.name.startswith(kept)
+        ]
 
     graphs, report = compiled(
         Look(look), ReshardAfterForward(keep=kept), teb.Schedule(teb.PeakMemory(ratio=1.0))
@@ -245,19 +250,19 @@ def test_what_an_activation_checkpoint_computes_again_is_computed_in_backward(fa
 
 
 def test_what_is_kept_is_gathered_once(fake_world):
-    """Also inside an activation checkpoint, which would gather it again by itself."""
+    """This holds inside an activation checkpoint, too, which would gather it again."""
     reshard = auto(PeakMemory(ratio=1.01), curve=True)
     passes = [reshard, teb.BucketByUnit(UNITS), teb.Schedule(teb.Overlap())]
     graphs, report = compiled(*passes, again=True)
     (made,) = report.rewrites
     kept = set(made.kept)
     assert 0 < len(kept) < len(made.units)
-    # Of the embedding backward reads nothing: it is not kept, and not gathered again either.
+    # Backward does not read the embedding, so it is not kept and not gathered again.
     assert made.unread == ("embedding",)
     assert gathered(graphs["backward"]) == set(NAMES) - kept - {"embedding"}
     assert gathered(graphs["forward"]) == set(NAMES)
-    # The bound holds in the end, for what was scheduled without one of its own, with the shards of
-    # what is kept, which are no inputs of backward.
+    # The bound holds for the final schedules, which had no bound of their own, including the shards
+    # of kept parameters, although backward does not read these.
     inputs = [gm.graph.find_nodes(op="placeholder") for gm in map(graphs.get, STAGES)]
     here = {n.name for n in inputs[1]}
     missing = [n.meta["val"] for n in inputs[0] if n.name not in here]
@@ -283,12 +288,12 @@ def test_what_is_kept_is_gathered_once(fake_world):
 def test_too_little_room_is_said_with_the_number(two_ranks):
     graph, machine = random_joint(0, 3)
     starts = [n for n in graph.nodes if kind_of(n) == "all_gather"]
-    for memory, says in (
+    for memory, text in (
         (PeakMemory(ratio=1.0), "the cheapest unit, layers.1, needs a peak of .*80.0 KiB above"),
         (PeakMemory(gib=1e-6), "the smallest peak found is .* above the bound of 1.0 KiB; before"),
     ):
         reshard, compilation = auto(memory, machine=machine), Compilation()
-        with pytest.warns(NothingKeptWarning, match=f"nothing is kept: {says}"):
+        with pytest.warns(NothingKeptWarning, match=f"nothing is kept: {text}"):
             reshard(graph, compilation)
         (made,) = compilation.report.rewrites
         assert made.kept == ()
@@ -340,7 +345,7 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
 
 
 def test_it_reads_as_code():
-    """That each setting counts for the caches is shown by ``test_caches``."""
+    """``test_caches`` shows that each setting is in cache keys."""
     made = auto(PeakMemory(gib=1), units=[["a"]])
     code = "ReshardAfterForward('auto', memory=PeakMemory(gib=1), units=[['a']])"
     assert repr(made) == code
@@ -348,7 +353,7 @@ def test_it_reads_as_code():
 
 @pytest.mark.parametrize(("before", "factor"), [(1, 1.1), (1, 1.02), (2**40, 1.1)])
 def test_a_device_that_needs_more_than_was_expected(fake_world, monkeypatch, before, factor):
-    """What CUDA's allocator would say, which is not here."""
+    """The test stands in for CUDA's allocator."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = data_parallel(TwoBlocks(64, 64), mesh)
     reshard = auto(PeakMemory(gib=1), state_bytes=1000)
@@ -462,8 +467,7 @@ def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
     indirect=["fake_world"],
 )
 def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
-    """Against every choice there is, each scheduled; `python -m benchmarks.keep --random` is the
-    same on many more and larger models."""
+    """Compare with every possible choice, each scheduled."""
     slower, parts = 0, 0
     for seed in range(4, 16):
         rng = random.Random(seed)
@@ -478,7 +482,7 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
         ]
         best = min(choices, key=lambda o: o.rank)
         forward_ms = planner.partitioned.forward.paths.bound_ms
-        for o in choices:  # what rules choices out there rules out none that is better
+        for o in choices:  # the bounds that prune choices must not prune a better one
             backward = planner.partitioned.models(o.kept)[1]
             assert backward.liveness.at_start <= o.peak_bytes
             assert forward_ms + backward.paths.bound_ms <= o.step_ms + 1e-9
@@ -497,7 +501,8 @@ def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
     shorter = 0
     for seed in range(5, 11):
         graph, machine = random_joint(seed, 5)
-        planner = KeepPlanner(graph, BLOCKS, machine=machine, activations=activations)
+        costs = Costs(machine)
+        planner = KeepPlanner(PartitionedModel(graph, costs, BLOCKS, activations=activations))
         nothing = planner.scheduled((), planner.reference_bytes)
         peaks = [int(part * nothing.peak_bytes) for part in (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 20.0)]
         curve = planner.curve(peaks)

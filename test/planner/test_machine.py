@@ -83,7 +83,7 @@ def test_without_ranks_per_node_a_key_with_a_size_holds_for_every_group():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "says"),
+    ("wrong", "error", "message"),
     [
         ({"ranks_per_node": 0}, ValueError, "ranks_per_node"),
         ({"intra": Level(1e9)}, ValueError, "together"),
@@ -93,8 +93,8 @@ def test_without_ranks_per_node_a_key_with_a_size_holds_for_every_group():
         ({"collectives": {("all_gather", (8, 0)): ((1, 1.0),)}}, ValueError, "a key is"),
     ],
 )
-def test_what_is_no_machine(wrong, error, says):
-    with pytest.raises(error, match=says):
+def test_what_is_no_machine(wrong, error, message):
+    with pytest.raises(error, match=message):
         Machine(**wrong)
     with pytest.raises(ValueError, match="bandwidth"):
         Level(0)

@@ -1,4 +1,4 @@
-"""The model of a plan against the model of a graph in which the plan was carried out."""
+"""Compare the model of a plan with the model of the merged graph."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ from torch_ext_bucketing.planner.search.merged_model import merged_model
 
 pytestmark = pytest.mark.once
 
-# Kernels that take longer the more they move, however little that is.
+# Kernel times grow with bytes, however few.
 SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
 
 
@@ -39,7 +39,7 @@ def world():
 
 
 def both(graph: fx.Graph, plan: MergePlan) -> tuple[Model, Model]:
-    """The planned model, and that of the merged graph, which this leaves behind."""
+    """Merge a graph; return the planned model and the model of the merged graph."""
     costs = Costs(SLOW)
     planned = merged_model(model_of(graph, costs), plan.buckets, costs)
     assert planned is not None
@@ -48,8 +48,10 @@ def both(graph: fx.Graph, plan: MergePlan) -> tuple[Model, Model]:
 
 
 def check_is_model(model: Model) -> None:
-    """Each node stands behind what it needs, starts of one group and kind behind each other, and
-    every storage is there when it is touched."""
+    """Check that nodes come after what they need, and touch only live storages.
+
+    Starts of one group and kind must depend on each other in launch order.
+    """
     assert model.dependencies.is_order(range(len(model)))
     last: dict[object, int] = {}
     for i, (group, needs) in enumerate(zip(model.group, model.dependencies.needs, strict=True)):

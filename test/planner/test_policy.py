@@ -1,5 +1,7 @@
-"""A scheduling policy that is written here and nowhere else: it bounds orders, reports what was
-reached, warns where it can't be kept, is part of cache keys, and goes with the others."""
+"""A user's own scheduling policy.
+
+It bounds orders, reports, warns, is a part of cache keys, and combines with other policies.
+"""
 
 import importlib
 import itertools
@@ -38,7 +40,7 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("two_ranks")]
 
 
 def most_in_flight(model: Model, order: Sequence[int]) -> int:
-    """Collectives between launch and wait, at the place where they are most."""
+    """Count the most collectives that are between launch and wait at once."""
     now = most = 0
     for i in order:
         now += model.group[i] is not None
@@ -49,7 +51,7 @@ def most_in_flight(model: Model, order: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class InFlight(Policy):
-    """At most so many collectives between launch and wait."""
+    """Bound the number of collectives between launch and wait."""
 
     most: int = 2
 
@@ -62,17 +64,17 @@ class InFlight(Policy):
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
         before = most_in_flight(case.model, case.given.order)
         after = most_in_flight(case.model, timeline.order)
-        missed = f"InFlight: {after} collectives are under way at once, above {self.most}"
+        missed = f"InFlight: {after} collectives are in flight at once, above {self.most}"
         return PolicyReport(
             repr(self),
             {"most_in_flight": self.most, "in_flight": (before, after)},
-            f"{before} -> {after} under way, bound {self.most}",
+            f"{before} -> {after} in flight, bound {self.most}",
             missed if after > self.most else "",
         )
 
 
 def all_at_once(layers: int = 5) -> fx.GraphModule:
-    """Gathers that are all launched first, products, reduce-scatters that are waited for last."""
+    """Make gathers that all launch first, and reduce-scatters whose waits all come last."""
     gm = forward_graph(layers)
     nodes = list(gm.graph.nodes)
     gathers = [
@@ -100,7 +102,7 @@ def test_it_bounds_and_reports(most: int):
     assert report.figure("in_flight") == (5, most)
     assert report.bounds[1].figures["most_in_flight"] == most
     assert f"InFlight(most={most})" in report.to_text()
-    assert f"5 -> {most} under way, bound {most}" in report.to_text()
+    assert f"5 -> {most} in flight, bound {most}" in report.to_text()
     whole = json.loads(CompileReport(schedules=[report]).to_json())
     assert whole["schedules"][0]["bounds"][1]["figures"]["in_flight"] == [5, most]
 
@@ -115,8 +117,7 @@ def test_alone_it_changes_only_what_misses_it():
 
 
 def test_a_bound_that_cannot_be_kept_is_a_warning():
-    """The wait of the first one stands behind an operator of unknown effect, and the second before
-    it."""
+    """An operator of unknown effect comes after all launches and before all waits."""
     b = Trainer()
     x, w = b.matrix(), b.matrix()
     waits = [b.start("reduce_scatter", b.mm(x, w)) for _ in range(3)]
@@ -128,13 +129,13 @@ def test_a_bound_that_cannot_be_kept_is_a_warning():
     with pytest.warns(teb.errors.BoundNotKeptWarning, match="InFlight: 3 collectives .* above 2"):
         report = schedule(gm, [teb.Overlap(), InFlight(2)], machine=machine())
     assert report.misses == 0.5
-    assert report.warnings == ("InFlight: 3 collectives are under way at once, above 2",)
+    assert report.warnings == ("InFlight: 3 collectives are in flight at once, above 2",)
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 12), most=st.integers(1, 3))
 @settings(max_examples=60)
 def test_it_goes_with_the_others(seed: int, size: int, most: int):
-    """Same values, and each bound is kept or said to be missed."""
+    """Values stay equal, and each bound is kept or reported as missed."""
     gm = random_graph(seed, size, ["0"], share=False)
     inputs = real_inputs(gm)
     expected = run_all_ranks(gm, inputs)
@@ -167,7 +168,7 @@ def test_caps_are_chosen_under_it():
 
 @dataclass(frozen=True)
 class ShortRuns(Policy):
-    """Bounds buckets alone."""
+    """Bound buckets alone."""
 
     def max_bucket_run(self) -> int:
         return 4
@@ -204,7 +205,7 @@ def test_settings_and_source_are_part_of_the_cache_key(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def uuid(result: str, **fields: int) -> str | None:
-        """As in a process that finds this source."""
+        """Import the policy like a new process with this source."""
         (tmp_path / "policy_of_mine.py").write_text(POLICY.format(result=result))
         monkeypatch.setattr(_source, "_noted", {})
         sys.modules.pop("policy_of_mine", None)

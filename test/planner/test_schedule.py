@@ -1,4 +1,4 @@
-"""Orders: topological, the same everywhere, within the bounds that they report as kept."""
+"""Orders are topological, equal in every process, and within the bounds reported as kept."""
 
 import gc
 import itertools
@@ -65,6 +65,7 @@ from torch_ext_bucketing.planner.schedule.timeline import Timeline, longest_comp
 from torch_ext_bucketing.planner.search import cap_search
 from torch_ext_bucketing.planner.search.cap_search import BySearch, _Search
 from torch_ext_bucketing.planner.search.merged_model import merged_model
+from torch_ext_bucketing.planner.search.moves import layout
 from torch_ext_bucketing.reports.text import sizes_text
 
 _aten = torch.ops.aten
@@ -75,7 +76,7 @@ pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 def test_a_reduction_that_needs_no_kernel_is_ahead_of_no_gather():
-    """As that of a scale at the end of a block: it was looked up among what uses gathers."""
+    """One reduces the gradient of a scale at the end of a block."""
     b = Trainer()
     shards, x, g = [b.matrix(DIM // 2) for _ in range(2)], b.matrix(), b.matrix()
     first = b.start("all_gather", shards[0])
@@ -91,7 +92,7 @@ Drawn = tuple[list[fx.Node], Machine]
 
 
 def gathers_of_layers(b: Trainer) -> Drawn:
-    """Each is launched one layer ahead."""
+    """Make gathers that launch one layer ahead."""
     x = b.matrix()
     for shard in [b.matrix(DIM // 2) for _ in range(3)]:
         x = b.mm(x, b.start("all_gather", shard))
@@ -99,7 +100,7 @@ def gathers_of_layers(b: Trainer) -> Drawn:
 
 
 def reductions_of_layers(b: Trainer) -> Drawn:
-    """They are waited for late."""
+    """Make reductions whose waits come late."""
     x, w = b.matrix(), b.matrix()
     reduced = []
     for _ in range(3):
@@ -109,14 +110,14 @@ def reductions_of_layers(b: Trainer) -> Drawn:
 
 
 def one_collective_of_anothers_result(b: Trainer) -> Drawn:
-    """It holds no computation up."""
+    """Make a gather of a reduction's result, which delays no kernel."""
     x, w = b.matrix(), b.matrix()
     reduced = b.start("all_gather", b.start("reduce_scatter", b.mm(x, w)))
     return [reduced, b.mm(b.mm(x, w), w)], machine()
 
 
 def a_short_wait_for_a_long_one(b: Trainer) -> Drawn:
-    """Behind the second product the gather would end last of all."""
+    """Make a long gather of a short reduction, which must not wait for the second product."""
     x, w, tall = b.matrix(), b.matrix(), b.matrix(10 * DIM)
     sent = b.start("all_gather", b.start("reduce_scatter", b.mm(x, w)))
     times = {"reduce_scatter": 0.1, "all_gather": 9.0}
@@ -125,14 +126,14 @@ def a_short_wait_for_a_long_one(b: Trainer) -> Drawn:
 
 
 def chunks_of_tokens(b: Trainer) -> Drawn:
-    """Each chunk's tokens go to their experts and come back, one chunk behind the other."""
+    """Make two chunks of tokens that go to their experts and back, one after the other."""
     x, w = b.matrix(), b.matrix()
     there = [b.start("all_to_all", b.mm(x, w)) for _ in range(2)]
     return [b.start("all_to_all", b.mm(tokens, w)) for tokens in there], machine()
 
 
 def two_collectives_of_a_path(b: Trainer) -> Drawn:
-    """All that stands between them is in the bound."""
+    """Make kernels between two collectives, which the bound includes."""
     x, w = b.matrix(DIM // 2), b.matrix()
     x = b.start("all_gather", b.mm(x, w))  # 0.5 + 2
     x = b.start("reduce_scatter", b.mm(b.mm(x, w), b.mm(x, w)))  # 3 + 2, on a path only 2 + 2
@@ -140,14 +141,14 @@ def two_collectives_of_a_path(b: Trainer) -> Drawn:
 
 
 def a_stream_that_begins_late(b: Trainer) -> Drawn:
-    """What comes before is in the bound."""
+    """Make a kernel before the first of three reductions, which the bound includes."""
     x, w = b.matrix(), b.matrix()
     y = b.mm(x, w)  # 1, and then three reductions of 2 each on one stream, beside two kernels
     return [b.start("reduce_scatter", z) for z in (y, b.mm(y, w), b.mm(y, w))], machine(2.0)
 
 
 def products_that_fit_into_no_wait(b: Trainer) -> Drawn:
-    """Products that nothing waits for run under the last reduction, and not ahead of it."""
+    """Make products without a user, which run under the last reduction, not before it."""
     x, w = b.matrix(DIM // 2), b.matrix()
     free = [b.mm(b.matrix(4 * DIM), w) for _ in range(2)]  # 4 each
     y = b.start("all_gather", b.mm(x, w))  # 0.5 + 2
@@ -157,7 +158,7 @@ def products_that_fit_into_no_wait(b: Trainer) -> Drawn:
 
 
 def two_paths_to_a_stream(b: Trainer) -> Drawn:
-    """The longer path is that behind the product of 4, which would leave the stream idle for 4."""
+    """Make a longer path after a product of 4 ms, which would leave the stream idle first."""
     x, w = b.matrix(), b.matrix()
     products = [b.mm(x, w) for _ in range(2)]
     on = replace(machine(4.0), estimate=lambda n, _: 4.0 if n is products[0] else None)
@@ -165,7 +166,7 @@ def two_paths_to_a_stream(b: Trainer) -> Drawn:
 
 
 def a_deadline_within_a_kernel(b: Trainer) -> Drawn:
-    """The second gather may go before its turn from 2.5 ms on, which is in the midst of a product."""
+    """Make a second gather whose deadline, 2.5 ms, is within a product."""
     x, w, halves = b.matrix(), b.matrix(), [b.matrix(DIM // 2) for _ in range(2)]
     for _ in range(3):
         x = b.mm(x, w)
@@ -217,14 +218,14 @@ def test_a_wait_is_filled_with_later_work():
 
 
 def test_a_wait_is_filled_with_what_needs_no_computation():
-    """Such nodes come late, to hold no memory, unless the time would be lost."""
+    """Lazy nodes run late, to hold no memory, but fill a wait."""
     b = Trainer()
     x, w, half = b.matrix(), b.matrix(), b.matrix(DIM // 2)
     gathered = b.start("all_gather", b.mm(half, w), "activation")
     table = b.graph.call_function(_aten.sin.default, (x,))
     table.meta["val"] = x.meta["val"]
     product = b.mm(b.mm(gathered, w), table)
-    aside = b.graph.call_function(_aten.cos.default, (half,))  # leads to no kernel
+    aside = b.graph.call_function(_aten.cos.default, (half,))  # reaches no kernel
     aside.meta["val"] = half.meta["val"]
     gm = b.finish([product, b.start("all_gather", aside)])
     model = model_of(gm.graph, replace(machine(collective_ms=2.0), kernel_ms=1.0))
@@ -244,7 +245,7 @@ def test_a_wait_is_filled_with_what_needs_no_computation():
 
 @pytest.mark.parametrize("bucketed", [False, True])
 def test_runs_between_reduce_scatters_are_capped(bucketed):
-    """Also when buckets have renamed everything."""
+    """Buckets with new names have the same order."""
     gm = backward_graph(*((8, 1) if bucketed else (4, 3)))
     old = {n.name for n in gm.graph.nodes if kind_of(n)}
     if bucketed:
@@ -293,7 +294,7 @@ def test_nothing_that_goes_wrong_loses_the_graph(monkeypatch):
 
 
 def test_what_is_no_policy_is_an_error():
-    with pytest.raises(TypeError, match="is no policy: give Overlap"):
+    with pytest.raises(TypeError, match="is not a policy: give Overlap"):
         schedule(fx.Graph(), ["fast"])
     with pytest.raises(ValueError, match="two Overlap"):
         schedule(fx.Graph(), [Overlap(), Overlap(depth=2)])
@@ -301,7 +302,7 @@ def test_what_is_no_policy_is_an_error():
         schedule(fx.Graph(), Overlap(), reference_bytes="")
 
 
-# --- asking for a place --------------------------------------------------------------------------
+# --- places by name ------------------------------------------------------------------------------
 
 
 def test_a_gather_runs_under_the_computation_that_was_named():
@@ -362,7 +363,7 @@ def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, 
 
 
 def random_training(seed: int) -> fx.GraphModule:
-    """Products of what was gathered, reduced or multiplied before."""
+    """Make products of gathered, reduced or multiplied values."""
     rng, b = random.Random(seed), Trainer()
     values = [b.matrix() for _ in range(2)]
     halves = [b.matrix(DIM // 2) for _ in range(4)]
@@ -414,7 +415,7 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
 
 @pytest.mark.once
 def test_on_one_level_no_order_is_given_up_for_what_runs_beside_the_rest():
-    """A long reduction that nothing waits for, and a gather of another group, ahead of products."""
+    """A long reduction without a user and a gather of another group come before products."""
     b = Trainer()
     w = b.matrix()
     long = b.start("reduce_scatter", b.mm(b.matrix(), w))
@@ -500,8 +501,10 @@ def test_sizes_are_told_in_units_that_show_the_difference():
 
 
 class Live(fx.Interpreter):
-    """Runs on zeros, drops every value after its last use, and what a collective reads and writes
-    not before its wait; ``peak`` is the most bytes alive."""
+    """Run on zeros and count live bytes; ``peak`` is the most of them.
+
+    Every value is dropped after its last use, and buffers of a collective after its wait.
+    """
 
     def __init__(self, gm: fx.GraphModule, donated: Callable[[fx.Node], bool]) -> None:
         super().__init__(gm)
@@ -509,7 +512,7 @@ class Live(fx.Interpreter):
         last: dict[fx.Node, fx.Node | None] = {}
         for node in gm.graph.nodes:
             if node.op == "output":
-                break  # what it returns stays
+                break  # results stay
             start = started_by(node)
             read = [] if start is None else start.all_input_nodes
             last |= dict.fromkeys([node, *node.all_input_nodes, *read], node)
@@ -538,7 +541,7 @@ class Live(fx.Interpreter):
 
 
 def real_tensor(fake: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """Zeros, in the memory of those before that it shares memory with."""
+    """Make zeros that share memory as the fake tensors do."""
     new = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
     storage = storages.setdefault(fake.untyped_storage()._cdata, new)
     empty = torch.empty(0, dtype=fake.dtype)
@@ -642,7 +645,7 @@ def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
 @pytest.mark.once
 @pytest.mark.parametrize("seed", [3, 5, 8, 9])
 def test_caps_are_ranked_by_all_orders(seed):
-    """Without memory to spare, what a few orders reach was up to a sixth slower."""
+    """Ranking by a few orders was up to a sixth slower without spare memory."""
     graph, bounds = random_training(seed).graph, [Overlap(), PeakMemory(ratio=1.0)]
     caps = [n * DIM * DIM * 4 / 2**20 for n in (1, 2, 4, 8, 64)]
     analysis, costs = GraphAnalysis(graph), Costs(machine(2.0))
@@ -674,7 +677,7 @@ TriedCaps(caps_mb=(('0 all_gather', 0.046875),), step_ms=14.000013999999998, pea
 
 
 def test_caps_between_the_rungs_are_tried_where_none_were_given(monkeypatch):
-    """With a third of the bytes more than fit, 4 and 4 members instead of 3, 3 and 2."""
+    """A cap between rungs gives buckets of 4 and 4 members instead of 3, 3 and 2."""
     gm, bounds = forward_graph(8), [Overlap(), PeakMemory(ratio=1.6)]
     monkeypatch.setattr(cap_search, "CAPS_MB", RUNGS)
     steps = []
@@ -686,8 +689,7 @@ def test_caps_between_the_rungs_are_tried_where_none_were_given(monkeypatch):
 
 
 def uneven_training(seed: int, layers: int = 8, rows: int = 512) -> fx.GraphModule:
-    """Per layer a gather and a product that the next layer waits for, and a reduction of a gradient
-    of some other size."""
+    """Make layers of a gather and a product on the critical path, and an uneven reduction."""
     rng, b = random.Random(seed), Trainer()
     x, reductions = b.matrix(rows), []
     for i in range(layers):
@@ -718,7 +720,7 @@ TIGHT = [Overlap(), PeakMemory(ratio=1.1)]
 @pytest.mark.parametrize("level", [Level(6e6, 2.0), Level(3e6, 4.0)], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_times_that_are_off_beat_the_true_ones(level, seed):
-    """By more than 1%. With one cap per kind alone they did by 5%, on the slow network."""
+    """Wrong times win by at most 1%. With one cap per kind they won by 5% on a slow network."""
     graph, on = uneven_training(seed).graph, on_network(level)
     step, _, off = steps_off(GraphAnalysis(graph), TIGHT, 20, peak_bytes(graph), {}, machine=on)
     assert min(off) >= 0.99 * step
@@ -728,9 +730,10 @@ def test_no_times_that_are_off_beat_the_true_ones(level, seed):
 def test_members_move_between_buckets_and_the_report_says_what_each_holds():
     analysis = GraphAnalysis(uneven_training(1).graph)
     plan, report = choose_caps(analysis, TIGHT, machine=on_network(Level(3e6, 4.0)))
-    sizes = CapPlanner(analysis, ByCap())._sizes(plan)
-    for (name, caps), (_, buckets) in zip(report.caps_mb, sizes.items(), strict=True):
-        assert caps == tuple(sum(b) / 2**20 for b in buckets), name
+    sizes, cuts = layout(CapPlanner(analysis, ByCap()).runs(), plan)
+    for (name, caps), (key, ends) in zip(report.caps_mb, cuts.items(), strict=True):
+        buckets = itertools.pairwise(ends)
+        assert caps == tuple(sum(sizes[key][i:j]) / 2**20 for i, j in buckets), name
     one_cap = [t.step_ms for t in report.tried if all(isinstance(c, float) for _, c in t.caps_mb)]
     assert report.chosen.step_ms < 0.95 * min(one_cap)
     assert_expected_inline(
@@ -781,8 +784,10 @@ def test_the_collector_runs_again_after_an_error_and_only_if_it_did():
     ("bound", "longest"), [(MaxComputeRun(8), 8), (PeakMemory(ratio=1.2), 20)], ids=repr
 )
 def test_buckets_leave_short_runs_where_a_bound_needs_them(bound, longest):
-    """Layers of three products: a cap for all of a layer's reductions, or each on its own, would be
-    too many products, or gradients at once, or too many buckets."""
+    """Each layer has three products.
+
+    One bucket per layer makes long runs or holds many gradients. One per gradient is too many.
+    """
     gm = backward_graph(layers=6, products=3)
     cap = 64 * DIM * DIM * 4 / 2**20
     options: dict[str, Any] = {"eligible": lambda start: True, "machine": machine(2.0)}
@@ -809,8 +814,10 @@ def test_scheduling_twice_changes_nothing_more():
 
 
 def _generated(model: torch.nn.Module, compiler: Any) -> tuple[list[list[str]], list[list[str]]]:
-    """Collectives, waits and products of a forward and a backward: as planned, where ``compiler``
-    is ours, and as the generated code calls them one after the other."""
+    """List collectives, waits and products of both graphs, as planned and in generated code.
+
+    Only our own ``compiler`` has a plan.
+    """
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
@@ -840,7 +847,7 @@ def _four_products() -> torch.nn.Module:
 
 
 def test_inductor_runs_collectives_and_products_in_the_planned_order():
-    """What is compared is the generated code."""
+    """The generated code has the planned order."""
     policies = [Overlap(depth=2), PeakMemory(ratio=3)]
     compiler = backend("inductor", passes=[Schedule(policies, machine())])
     planned, generated = _generated(_four_products(), compiler)
@@ -851,7 +858,7 @@ def test_inductor_runs_collectives_and_products_in_the_planned_order():
 
 
 def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
-    """Else Inductor may allocate all of it for a first part, in a kernel before the products."""
+    """Otherwise Inductor may allocate the bucket for its first part, before the products."""
     group = dist.group.WORLD.group_name
 
     def packed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -875,15 +882,15 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
 
 @has_simple_overlap
 def test_inductors_own_overlap_leaves_the_planned_order():
-    """Torch 2.15 moves collectives up and waits down by default, after all passes over the graph."""
+    """By default torch 2.15 moves collectives up and waits down after all passes."""
     from torch._inductor import config
 
     assert config.aten_distributed_optimizations.enable_simple_overlap
     _, moved = _generated(_four_products(), "inductor")
     with config.patch({"aten_distributed_optimizations.enable_simple_overlap": False}):
         _, plain = _generated(_four_products(), "inductor")
-    assert moved != plain  # there is something that it moves
-    # Nothing but memory counts: each gather at its use, which is what it would move.
+    assert moved != plain  # it does move something
+    # Only memory counts, so each gather stands at its use, from where it would be moved.
     compiler = backend("inductor", passes=[Schedule([PeakMemory(ratio=1.0)], machine())])
     planned, generated = _generated(_four_products(), compiler)
     assert planned == generated

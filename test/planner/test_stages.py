@@ -1,4 +1,4 @@
-"""What stages of a pipeline hold, by hand."""
+"""Test the memory of pipeline stages against numbers computed by hand."""
 
 import itertools
 import random
@@ -62,14 +62,14 @@ def test_what_a_graph_saves_is_not_what_it_was_given():
 
 
 def held(actions, made, stages):
-    """Bytes gathered in a step, and the peak, of a schedule with other gathers and releases."""
+    """Return bytes gathered in a step and the peak, with other gathers and releases."""
     found, peak = held_by_stages([actions[a] if isinstance(a, int) else a for a in made], stages)
     return sum(stages[s].gathered * of.gathers for s, of in found.items()), peak
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_parameters_stay_where_that_gathers_the_fewest_bytes_under_a_bound(seed):
-    """Against every way to keep some of the stages behind each action."""
+    """Compare with every way to keep some stages after each action."""
     rng = random.Random(seed)
     stages = {
         s: StageBytes(

@@ -24,7 +24,7 @@ MS = {"far": 4.0, "further": 2.0, "near": 2.0, "nearer": 3.0}
 
 
 def _two_gathers(first: str, second: str, per_node: int | None = 8) -> tuple[fx.Graph, Machine]:
-    """``first`` is launched at 0, ``second`` after a product of 1 ms; both are waited for then."""
+    """Launch ``first`` at 0 and ``second`` after a product of 1 ms, then wait for both."""
     names = {dist.new_group(GROUPS[g]).group_name: g for g in dict.fromkeys((first, second))}
     by_group = {g: name for name, g in names.items()}
     b = Trainer()
@@ -50,7 +50,7 @@ def _two_gathers(first: str, second: str, per_node: int | None = 8) -> tuple[fx.
     [
         # Both between nodes: from 1 to 5 at half the rate, then the first one has 1 ms left.
         ("far", "further", 8, [6.0, 5.0]),
-        # The second one inside the node, or nobody knows the nodes: each for itself.
+        # The second one inside the node, or the nodes are unknown: each for itself.
         ("far", "near", 8, [4.0, 3.0]),
         ("far", "further", None, [4.0, 3.0]),
         # Inside the node: 1 ms alone, then 1 ms each in 2, and 2 of the second one's 3 are left.

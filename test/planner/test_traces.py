@@ -1,4 +1,4 @@
-"""Machines by traces of a run: a collective counts from its last rank's arrival."""
+"""Machines from traces: a collective's time begins when its last rank arrives."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def test_traces_of_ranks_that_came_late(tmp_path):
         for e in json.loads(Path(paths[0]).read_text())["traceEvents"]
         if e["name"] == "gloo:all_gather" and e.get("ph") == "X"
     ]
-    assert max(waited) > WAIT_S / 2  # in the trace of the rank that came first
+    assert max(waited) > WAIT_S / 2  # the rank that came first waited
     ((key, ((nbytes, ms),)),) = machine.collectives.items()
     assert (key, nbytes) == (("all_gather", (2, 1)), 2 * (1000 + 2000))
     assert 0 < ms < 1e3 * WAIT_S / 2
@@ -66,7 +66,7 @@ PAIR = {"pg_name": "9", "ranks": [0, 2]}
 
 
 def _kernel(name, begin, end, nelems, group="7", **more):
-    """As NCCL's kernels are in a trace."""
+    """Make a kernel of NCCL as traces have it."""
     args = {
         "Collective name": name,
         "In msg nelems": nelems[0],
@@ -95,7 +95,7 @@ def _trace(folder, rank, events, *, groups=(RANKS,), world=2, host="a", told=Tru
 
 
 def _two_ranks(folder, second=None, **more):
-    """Rank 1 is late for two gathers, by 1000 and 400 us, and rank 0 for a reduction, by 250 us."""
+    """Write two traces: rank 1 is 1000 and 400 us late, rank 0 once 250 us."""
     zero = [
         _kernel("_allgather_base", 0, 1500, (100, 200)),
         _kernel("_reduce_scatter_base", 2000, 2300, (200, 100)),
@@ -132,8 +132,11 @@ def test_nccl_kernels_by_hand(tmp_path):
 
 
 def test_nccl_traces_of_a_mesh():
-    """What NCCL 2.28 and torch 2.11 wrote on four ranks, a 2x2 mesh, that share one H100: two steps
-    of each kind on the two groups of a rank, and a gather of all. Milliseconds read off by hand."""
+    """NCCL 2.28 and torch 2.11 wrote them on four ranks, a 2x2 mesh, that share one H100.
+
+    Each has two steps of each kind on two groups, and a gather of all ranks. The milliseconds were
+    read off by hand.
+    """
     traces = [Path(__file__).parents[1] / "nccl" / f"rank{rank}.json.gz" for rank in range(4)]
     machine = Machine.from_traces(traces, ranks_per_node=2)
     halves = 2 * (2**20 + 2**21)  # bytes of a gather and of a reduce-scatter in bf16
@@ -157,7 +160,7 @@ def test_nccl_traces_of_a_mesh():
 
 
 def _gloo(name, launched, begin, end, arguments, given, dtype="float"):
-    """An operator and what gloo's thread made of it."""
+    """Make an operator and the event of gloo's thread that it launched."""
     launch = {"name": f"c10d::{name[0]}", "ts": launched, "dur": 1, "cat": "cpu_op"}
     event = {"name": f"gloo:{name[1]}", "ts": begin, "dur": end - begin, "cat": "user_annotation"}
     args = {"Input Dims": [[given]], "Input type": [dtype]}
@@ -168,7 +171,7 @@ def _gloo(name, launched, begin, end, arguments, given, dtype="float"):
 
 
 def test_gloo_events_by_hand(tmp_path):
-    """gloo reduces and scatters by an all-reduce; two of its threads may begin in any order."""
+    """gloo scatters by an all-reduce, and two of its threads may begin in any order."""
     paths = []
     for rank, late in ((0, 0), (1, 50)):
         events = [
@@ -185,7 +188,7 @@ def test_gloo_events_by_hand(tmp_path):
                 ("allreduce_", "all_reduce"), 300, 310 + late, 400, [[[7]], [], []], 7, "c10::Half"
             ),
             *_gloo(("alltoall_base_", "all_to_all"), 500, 510 + late, 600, [[6], [4], []], 4),
-            # launched by what is no collective of a compiled graph
+            # its launch is not a collective of a compiled graph
             *_gloo(("allgather_", "all_gather"), 700, 710 + late, 800, [[], []], 5),
         ]
         paths.append(_trace(tmp_path, rank, events))

@@ -1,4 +1,4 @@
-"""Reports: their text, their JSON and where they are logged."""
+"""Reports: text, JSON and logging."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ CAP = 200 / 2**20
 
 
 def small_graph():
-    """Six gathers, the last untagged and the one before after a write, and a reduction."""
+    """Six gathers, the fifth after a write and the sixth untagged, and a reduction."""
     builder = Builder()
     shards = [builder.leaf(n, torch.float32) for n in (8, 16, 24, 8, 8, 8)]
     full = [builder.collective("all_gather", x, "0") for x in shards[:4]]
@@ -85,7 +85,7 @@ def test_text_without_members(report):
 
 
 def test_every_reason_is_in_the_text(report):
-    """Also ``"run"``, which was left out."""
+    """``"run"`` counts, too."""
     (bucket,) = report.buckets
     reasons = get_args(ClosedBy)
     buckets = tuple(replace(bucket, closed_by=reason) for reason in reasons)
@@ -142,7 +142,11 @@ step(torch.compile(model, backend=backend), torch.zeros(2, 3, dtype=torch.long))
 PASSES = [
     f"{stage}_{i}_{name}"
     for stage, names in {
-        "joint": ("TagParameters", "AddByUnit", "CombineUses", "ReshardAfterForward"),
+        "joint": (
+            "TagParameters",
+            *("AddByUnit", "CombineUses", "MergeAmax", "ReduceScatterFirst"),
+            "ReshardAfterForward",
+        ),
         "forward": ("BucketByUnit", "Schedule"),
         "backward": ("BucketByUnit", "Schedule"),
     }.items()
@@ -152,7 +156,7 @@ PASSES = [
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """A process with a log, and the folder of its trace."""
+    """Run a process with a log; return it and the folder of its trace."""
     trace = tmp_path_factory.mktemp("trace")
     env = os.environ | {"TORCH_TRACE": str(trace), "TORCH_LOGS": "+torch_ext_bucketing"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *PATHS])
@@ -184,7 +188,7 @@ def test_trace_and_log_have_the_graph_before_and_after_each_pass(traced):
 
 
 def test_trace_has_the_report(traced):
-    """In TORCH_TRACE's log: one artifact per graph, whose payload is the JSON."""
+    """``TORCH_TRACE`` gets one artifact per graph, with the JSON as payload."""
     run, trace = traced
     assert run.stdout.strip() in run.stderr, "TORCH_LOGS shows the line"
     found = artifacts(trace, f'"name": "{ARTIFACT}"')
@@ -193,7 +197,7 @@ def test_trace_has_the_report(traced):
 
 
 def artifacts(trace, pattern):
-    """Name and payload of each artifact whose line matches."""
+    """Yield name and payload of each artifact whose line matches."""
     lines = [line for f in trace.iterdir() for line in f.read_text().splitlines()]
     found = []
     for i, line in enumerate(lines):

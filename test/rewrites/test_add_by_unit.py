@@ -1,5 +1,6 @@
-"""The gradients of activations that several units read are added as eager FSDP2 adds them: on one
-rank, where nothing else can differ."""
+"""Gradients of activations that several units read are added as in eager FSDP2.
+
+On one rank, where nothing else can differ."""
 
 import copy
 import dataclasses
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
-from torch_ext_bucketing.fsdp.unit_inputs import give_nodes
+from torch_ext_bucketing.fsdp.unit_inputs import register_input_nodes
 from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
 
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -67,7 +68,7 @@ def leaves(value):
 
 
 class Unit(nn.Module):
-    """Reads what it is called with, each tensor several times."""
+    """Reads each of its inputs several times."""
 
     def __init__(self, inner: nn.Module | None = None):
         super().__init__()
@@ -97,7 +98,7 @@ class Call:
 
 
 class Program(nn.Module):
-    """Calls of units on what was made before; each result may be read by all that come later."""
+    """Calls units on earlier results; later units may read every result."""
 
     def __init__(self, calls: list[Call], units: int, nested: bool):
         super().__init__()
@@ -144,15 +145,16 @@ def differing(one, other):
 
 
 def both(model, units, x, starts=(0, 1), **options):
-    """Gradients of eager FSDP2, and of the compiled model from each of ``starts`` of its passes on:
-    all, all but ours; the report of all."""
+    """Compute gradients with eager FSDP2, and compiled with passes from each of ``starts`` on.
+
+    Also returns the report with all passes."""
     mesh = init_device_mesh("cpu", (1,))
     eager = eager_fsdp2(copy.deepcopy(model), units, mesh, **DTYPES)
     found = [gradients(eager, eager, x)]
     for start in starts:
         torch._dynamo.reset()
         compiled = teb.data_parallel(copy.deepcopy(model), mesh, **DTYPES)
-        passes = teb.recipe(compiled, units=units)
+        passes = [q for p in teb.recipe(compiled, units=units) for q in p.expanded()]
         assert isinstance(passes[0], AddByUnit)
         backend = teb.backend("aot_eager", passes[start:])
         found.append(gradients(compiled, torch.compile(compiled, backend=backend, **options), x))
@@ -212,8 +214,7 @@ def check_program(program, seed):
 
 
 class Layer(nn.Module):
-    """Attention on itself with a shared bias, which it hands on, and where there is a memory on
-    that."""
+    """Self-attention with a shared bias, which it returns, and cross-attention on a memory."""
 
     def __init__(self, dim: int = 8):
         super().__init__()
@@ -229,7 +230,7 @@ class Layer(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """As T5: decoder layers read the encoder's result, all encoder layers one trained bias."""
+    """Like T5: decoder layers read the encoder's result, all encoder layers one trained bias."""
 
     def __init__(self, dim: int = 8):
         super().__init__()
@@ -270,7 +271,7 @@ def test_cross_attention_and_a_shared_bias():
 
 
 class Reader(nn.Module):
-    """Reads an activation so often before a graph break, and so often behind it."""
+    """Reads an activation a number of times before a graph break, and after it."""
 
     def __init__(self, before: int, behind: int = 0):
         super().__init__()
@@ -289,7 +290,7 @@ class Reader(nn.Module):
 
 
 class Broken(nn.Module):
-    """Units that read what the first linear makes, with graph breaks in front of some of them."""
+    """Units that read the first linear's result, with graph breaks before some of them."""
 
     def __init__(self, readers, breaks=()):
         super().__init__()
@@ -299,7 +300,8 @@ class Broken(nn.Module):
 
     def forward(self, x):
         shared, y = self.first(x), self.second(x)
-        if 0 in self.breaks:  # no loop, in which Dynamo would give up on the whole forward
+        # Not a loop: with a graph break in a loop, Dynamo skips the whole forward.
+        if 0 in self.breaks:
             torch._dynamo.graph_break()
         y = self.units[0](y, shared)
         if 1 in self.breaks:
@@ -321,7 +323,7 @@ class Broken(nn.Module):
     ],
 )
 def test_additions_that_a_graph_break_takes_apart_are_named(readers, breaks, named):
-    """Others are eager FSDP2's: on one rank, where nothing else can differ."""
+    """Additions without a warning are eager FSDP2's."""
     torch.manual_seed(0)
     model = Broken(readers, breaks)
     units = [*(f"units.{i}" for i in range(3)), ""]
@@ -333,7 +335,7 @@ def test_additions_that_a_graph_break_takes_apart_are_named(readers, breaks, nam
 
 
 class Unread(nn.Module):
-    """The second half is called with what it does not read."""
+    """The second half gets inputs that it does not read."""
 
     def __init__(self):
         super().__init__()
@@ -380,7 +382,7 @@ def test_hooks_come_with_the_backend_and_once():
 
 
 def test_a_unit_that_holds_no_parameter_gets_none():
-    """Nor does eager FSDP2 give it one."""
+    """Eager FSDP2 does not give it one, either."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     teb.backend("aot_eager", [AddByUnit(model, ["0", "1", ""])])
     assert hooks(model) == ["0", "1"]
@@ -400,7 +402,7 @@ def test_a_dict_with_a_default_stays_one(compiled):
             return given["x"] * len(given["none"])
 
     model = Reads()
-    give_nodes([model])
+    register_input_nodes([model])
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     x = torch.ones(3, requires_grad=True)
     assert run(defaultdict(lambda: (1, 2), x=x)).tolist() == [2.0, 2.0, 2.0]

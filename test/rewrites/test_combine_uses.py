@@ -1,4 +1,4 @@
-"""One gather and one reduction per parameter: the rewrite on graphs by hand, and what it refuses."""
+"""One all-gather and one reduction per parameter: hand-written graphs, and refusals."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ def joint(fake_world):
 
 
 def two_uses(joint, write=False, second_dtype=BF16):
-    """A weight read twice, and its gradient."""
+    """Trace a step that reads a weight twice, and its gradient."""
 
     def step(w, x, g):
         first = joint.gather("w", w.to(BF16))
@@ -94,7 +94,7 @@ uses combined:
 
 
 def test_gradients_that_one_read_had_added_are_added_in_the_order_of_all(joint):
-    """((g3 + g2) + g1), also where g3 and g1 came through one read and were added first."""
+    """((g3 + g2) + g1), even if g3 and g1 came through one read and were added first."""
 
     def reads(w, a, b, c):
         first, second = joint.gather("w", w), joint.gather("w", w)
@@ -134,7 +134,7 @@ def test_an_addition_that_is_not_of_autograd_stays_one_summand(joint):
 
 
 def refused(gm, part):
-    """The report of a rewrite that must leave the graph as it is."""
+    """Return the report of a rewrite that must not change the graph."""
     before = show(gm)
     report = combine_uses(gm.graph)
     gm.recompile()
@@ -197,7 +197,7 @@ def test_no_decision_reads_a_message(joint, monkeypatch):
 
 
 def test_what_is_added_besides_stays(joint):
-    """A penalty on the shard itself is no reduced gradient."""
+    """A penalty on the shard itself is not a reduced gradient."""
 
     def step(w, a, b):
         full = joint.gather("w", w)
@@ -215,7 +215,7 @@ def test_what_is_added_besides_stays(joint):
 
 
 def test_a_parameter_that_is_gathered_in_two_steps(joint):
-    """Sharded over two dimensions of a mesh: the steps behind a gather hold another one."""
+    """A parameter sharded over two mesh dimensions has a gather after a gather."""
 
     def step(w, a, b):
         return [joint.gather("w", joint.gather("w", w)) * x for x in (a, b)]
@@ -237,12 +237,26 @@ def test_the_pass(joint):
     assert json.loads(made.to_json())["rewrite"] == "combine uses"
 
 
+def test_a_scale_that_is_used_after_the_gather_is_computed_once(joint):
+    def step(w, x):
+        def read():
+            scale = joint.reduce("scale", w.abs().max(), "max")
+            return joint.gather("w", w / scale) * scale
+
+        return x @ read() @ read()
+
+    gm = joint.trace(step, torch.randn(2, 4), torch.randn(4, 4))
+    assert collectives(gm) == ["all_reduce", "all_gather"] * 2
+    combine_uses(gm.graph)
+    assert collectives(gm) == ["all_reduce", "all_gather"]
+
+
 # --- any graph -----------------------------------------------------------------------
 
 
 @st.composite
 def programs(draw):
-    """Parameters, and what a step does to them in turn.
+    """Draw parameters, and the events of a step.
 
     ``("read", parameter)``: gathers it anew; ``("use", parameter)``: uses what was read last;
     ``("write", parameter)``: changes the shard in place.
@@ -278,7 +292,7 @@ def has_unread_gathers(program):
 
 
 def build(program, joint, per_use):
-    """The step of a program, with gathers and reductions per read, or one per parameter."""
+    """Trace a program, with gathers and reductions per read, or one per parameter."""
     dtype, rows = program["dtype"], program["rows"]
     full_rows = rows * joint.shards - program["pad"]  # of the parameter; the last shard is padded
 
@@ -346,7 +360,7 @@ def test_any_graph(fake_world, grids, program):
         assert bool(report.to_text()) == bool(report.left)
     used = [p for kind, p in program["events"] if kind == "use"]
 
-    # No rewrite of a parameter's gradients across a write to it; all others have one of each.
+    # Gradients are not added across a write to the parameter. All others are reduced once.
     for p in range(program["parameters"]):
         mine = [kind_p for kind_p in collectives_of(gm, f"p{p}") if kind_p == "reduce_scatter"]
         if p in written(program):
@@ -356,12 +370,12 @@ def test_any_graph(fake_world, grids, program):
             assert len(mine) == (p in used)
             assert collectives_of(gm, f"p{p}").count("all_gather") <= 1
 
-    # Whole numbers add up alike in any order.
+    # Whole numbers have the same sum in any order.
     whole = joint.inputs(*shapes, seed=program["seed"], integers=True)
     assert_same(joint.run(gm, whole), joint.run(original, whole))
 
-    # Fractions do not: only the gradients that are added in another order may differ at all, and
-    # these have the bits of the step that has one gather and one reduction from the start.
+    # Fractions do not. Only gradients that are added in another order may differ, and they have the
+    # bits of a step with one gather and one reduction from the start.
     inputs = joint.inputs(*shapes, seed=program["seed"])
     found, before = joint.run(gm, inputs), joint.run(original, inputs)
     eager = joint.run(build(program, joint, per_use=False)[0], inputs)

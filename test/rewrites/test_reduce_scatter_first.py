@@ -1,4 +1,4 @@
-"""Reduce-scatter before all-reduce: the rewrite on graphs by hand, and what it refuses."""
+"""Reduce-scatter before all-reduce: hand-written graphs, and refusals."""
 
 import copy
 import itertools
@@ -31,7 +31,7 @@ def joint(fake_world):
 
 
 def padded(joint, g):
-    """As DTensor arranges a gradient of 3 rows for two shards."""
+    """Arrange a gradient of 3 rows for two shards like DTensor."""
     g = joint.reduce("w", g)
     first, second = g.split(2)
     return joint.scatter("w", torch.cat([first, F.pad(second, (0, 0, 0, 1))]))
@@ -84,7 +84,7 @@ def test_the_values_are_those_of_scattering_first(joint):
 
 
 def test_a_gradient_that_is_not_in_one_piece_is_copied(joint):
-    """The all-reduce made it contiguous, which a reduce-scatter needs."""
+    """The all-reduce made it contiguous, which a reduce-scatter requires."""
 
     def step(g):
         return [joint.scatter("w", joint.reduce("w", g.t()))]
@@ -97,7 +97,7 @@ def test_a_gradient_that_is_not_in_one_piece_is_copied(joint):
 
 
 def left_alone(joint, step):
-    """The report of a rewrite that must leave the graph as it is."""
+    """Return the report of a rewrite that must not change the graph."""
     gm = joint.trace(step, torch.zeros(4, 2))
     before = show(gm)
     report = reduce_scatter_first(gm.graph)
@@ -172,7 +172,7 @@ def test_groups_that_are_no_grid_are_left(joint):
 
 
 def test_a_group_inside_of_the_shards_is_left(joint):
-    """Sequence parallelism: a norm's gradient is whole only after it is added up there."""
+    """With sequence parallelism, a norm's gradient is complete only after that sum."""
     shards, replicas = joint.groups["shards"], joint.groups["replicas"]
     joint.groups.update(shards=replicas, replicas=shards)
     (left,) = left_alone(joint, reduced_first(joint)).left
@@ -222,7 +222,7 @@ def test_the_pass(joint):
 )
 @pytest.mark.parametrize("fake_world", [4], indirect=True)
 def test_any_graph(fake_world, joint, steps, ops, rows, seed):
-    """Whole numbers come out alike, and what the rule forbids is left as it was."""
+    """Sums of whole numbers stay equal, and forbidden swaps do not happen."""
 
     def step(g):
         extra = []
@@ -253,5 +253,5 @@ def test_any_graph(fake_world, joint, steps, ops, rows, seed):
     in_order = ["all_reduce", "reduce_scatter"]
     assert collectives(gm) == (in_order[::-1] if allowed else in_order)
     inputs = joint.inputs(((rows, 4), F64), seed=seed, integers=True)
-    # Averages over two and two are exact for whole numbers.
+    # Averages over two ranks, twice, are exact for these numbers.
     assert_same(joint.run(gm, inputs), joint.run(original, inputs))

@@ -1,5 +1,4 @@
-"""``ReshardAfterForward(to=...)``: backward gathers in a smaller group, as eager FSDP2 does with a
-number as ``reshard_after_forward``."""
+"""``ReshardAfterForward(2)``: backward gathers in a smaller group, like eager FSDP2."""
 
 import functools
 from collections import Counter
@@ -48,7 +47,7 @@ class OneBlock(TwoBlocks):
 
 
 class Checkpointed(TwoBlocks):
-    """The first block is computed again in backward."""
+    """Backward recomputes the first block."""
 
     def __init__(self, dim: int = 9) -> None:
         super().__init__(dim=dim, vocabulary=13)
@@ -108,7 +107,7 @@ return (add, wait_tensor_2, mm_2)
     )
     assert read_first_gathers(gm.graph) == 1
     assert listing(joint.named(gm)) == before
-    # Forward alone reads the bias.
+    # Only forward reads the bias.
     assert [(r.fqns, r.ranks, r.saved_bytes) for r in report.resharded] == [(("w",), 4, 4 * 5 * 4)]
     assert_expected_inline(
         report.to_text(),
@@ -141,7 +140,7 @@ def sharded(mesh, mode="fully_shard", cls=OneBlock):
 
 
 def compiled(passes, model):
-    """The forward and the backward graph, and the report."""
+    """Compile; return the forward graph, the backward graph and the report."""
     kept = Keep()
     compiler = teb.backend(kept, passes, model)
     step(torch.compile(model, backend=compiler, fullgraph=True), TOKENS)
@@ -149,7 +148,7 @@ def compiled(passes, model):
 
 
 def gathers(gm):
-    """Number of gathers by the ranks of their group."""
+    """Count all-gathers by the size of their group."""
     return Counter(group_size(n) for n in gm.graph.nodes if kind_of(n) == "all_gather")
 
 
@@ -178,14 +177,14 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
     buckets = teb.BucketByUnit(order)
     bucketed = [buckets(gm).graphs[0] for gm in (forward, backward)]
     assert (gathers(forward), gathers(backward)) == (Counter({4: 2}), Counter({2: 2}))
-    # In eager FSDP2's order, and as many rows as a rank of the smaller group has.
+    # In eager FSDP2's order, with the rows of one rank of the smaller group.
     (block,) = (b for b in bucketed[1].buckets if b.group_size == 2)
     names = [f"layers.0.{n}" for n in ("w1.weight", "w2.weight", "scale")]
     assert [(m.fqns, m.shape) for m in block.members] == [
         ((name,), shape) for name, shape in zip(names, [(6, 9), (6, 10), (6,)], strict=True)
     ]
 
-    # No kernel waits for a copy, but what it is made of stays until then: it comes first.
+    # The copy comes first: no kernel waits for it, but its source stays alive until then.
     schedule(forward, [teb.Overlap()])
     place = {n: i for i, n in enumerate(forward.graph.nodes)}
     for copy in saved_copies(forward):
@@ -194,7 +193,7 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
 
 
 def check_the_primary_group(backward):
-    """It has its smaller one: gathers and reductions are of one group, for who chooses."""
+    """Check that the primary group includes gathers in its smaller group."""
     scatter = next(n for n in backward.graph.nodes if kind_of(n) == "reduce_scatter")
     for groups in (None, "primary", [group_name(scatter)]):
         plan = ByCap(2.0**20, groups=groups).plan(backward.graph)
@@ -214,7 +213,7 @@ def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
     reshard.finish(forward, Compilation())
     assert gathers(forward) == Counter({4: 10})
     backward.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
-    # The first block's, its bias among them, and the head's; the second's are kept.
+    # The first block's and the head's are gathered again; the second block's are kept.
     assert gathers(backward) == Counter({2: 5})
     assert len(saved_copies(forward)) == 5
 
@@ -239,13 +238,13 @@ def test_shards_of_other_groups(fake_world):
     forward, backward, _ = compiled([teb.ReshardAfterForward(2)], sharded(hybrid, "hybrid_shard"))
     assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter({2: READ}))
 
-    # The group of a parameter itself: as without it.
+    # to= is the parameters' own group, which has no effect.
     torch._dynamo.reset()
     forward, backward, _ = compiled([teb.ReshardAfterForward(4)], sharded(hybrid, "hybrid_shard"))
     assert gathers(backward) == Counter({4: READ})
     assert not saved_copies(forward)
 
-    # Around tensor parallelism, shards are not on neighbours.
+    # With tensor parallelism, shards are not on neighboring ranks.
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("nodes", "inside", "tp"))
     data = mesh["nodes", "inside"]._flatten("data")
@@ -343,7 +342,7 @@ def _beside_eager(rank, memory):
     ids=["given", "0.9", "9.0"],
 )
 def test_bits_of_eager(memory, again):
-    """Given what is gathered in the smaller group, or a bound on memory to choose it by."""
+    """Units are given, or chosen under a bound on memory."""
     for expected, found, launched in on_ranks(_beside_eager, memory, world=4):
         assert found == expected
         assert launched == {

@@ -170,7 +170,7 @@ def test_inductors_rounding_is_named():
 # --- bad input -----------------------------------------------------------------------------------
 
 BAD: dict[Any, str] = {
-    "compared_models": "is no MODULE:FUNCTION",
+    "compared_models": "is not a MODULE:FUNCTION",
     "compared_models:sounds": "has no sounds; did you mean 'sound'",
     "compared_model:sound": "no module is named 'compared_model'",
     models.failing: "failing raised ZeroDivisionError",

@@ -20,7 +20,6 @@ from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import (
     RingProcessGroup,
     RingTopology,
-    init_ring_process_group,
     register_ring_backend,
     ring_rank,
 )
@@ -600,24 +599,3 @@ def test_a_process_ends_quietly_with_its_group_left_open(tmp_path):
     command = [sys.executable, "-W", "error", "-c", LEFT_OPEN, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_ranks_that_torchrun_restarts_find_nothing_of_their_predecessors(monkeypatch):
-    """The agent's store outlives the ranks and keeps their addresses."""
-    agents = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=30))
-    seen = []
-
-    def init_process_group(*args, store, **kwargs):
-        if store is None:
-            store, _, _ = next(dist.rendezvous("env://", 0, 1))
-        seen.append(store.check(["address"]))
-        store.set("address", "of a rank")
-
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(agents.port))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    for count in ("0", "0", "1", "2"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        init_ring_process_group(0, 1)
-    assert seen == [False, True, False, False]  # without a restart, the second finds the address

@@ -18,10 +18,8 @@ barrier and members that are buckets already are skipped.
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeAlias
@@ -44,7 +42,6 @@ CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | Non
 Eligible: TypeAlias = Literal["tag", "structure"] | Callable[[fx.Node], bool]
 
 _MIB = 1024 * 1024
-_ALL = 2**63  # bytes: more than any bucket has
 
 
 @dataclass(frozen=True)
@@ -89,11 +86,9 @@ class ByCap:
             raise ValueError(
                 f"eligible must be 'tag', 'structure' or a callable, got {self.eligible!r}"
             )
-        most = self.max_compute_run
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-            raise ValueError(
-                f"max_compute_run must be a number of nodes of at least 1, got {most!r}"
-            )
+        run = self.max_compute_run
+        if run is not None and (not isinstance(run, int) or isinstance(run, bool) or run < 1):
+            raise ValueError(f"max_compute_run must be a whole number of at least 1, got {run!r}")
         check_caps(self.cap_mb)
 
     def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
@@ -154,51 +149,9 @@ class CapPlanner:
             unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
         )
 
-    def moves(self, plan: MergePlan) -> list[Iterator[dict[tuple[str, str], tuple[float, ...]]]]:
-        """Return, for each bucket of a plan, the caps of plans that change this bucket.
-
-        The bucket takes a member from the next one, hands one over, is cut in two, or is joined to
-        the next one. Caps are by process group and kind, one for each bucket.
-        """
-        sizes = self._sizes(plan)
-
-        def caps_of(name: tuple[str, str], at: int) -> Iterator[dict[Any, tuple[float, ...]]]:
-            for moved in _moves(sizes[name], at):
-                changed = {**sizes, name: moved}
-                yield {k: tuple(sum(b) / _MIB for b in bs) for k, bs in changed.items()}
-
-        return [caps_of(name, at) for name, mine in sizes.items() for at in range(len(mine))]
-
-    def _sizes(self, plan: MergePlan) -> dict[tuple[str, str], list[list[int]]]:
-        """Map process group and kind to the bytes of each bucket's members, in fill order.
-
-        Unmerged members count as buckets. Groups with several bucket keys of a kind are left out:
-        caps do not distinguish these.
-        """
-        number = {m: i for i, bucket in enumerate(plan.buckets) for m in bucket.members}
-        runs = _runs(self._in_wait_order, non_adjacent=True)
-        keys = Counter[tuple[str, str]]((run[0].group, run[0].kind) for run in runs)
-        found: dict[tuple[str, str], list[list[int]]] = {}
-        for run in runs:
-            name = (run[0].group, run[0].kind)
-            if keys[name] == 1:
-                buckets = itertools.groupby(run, lambda c: number.get(c.start, c.start))
-                found[name] = [[c.wire_bytes for c in bucket] for _, bucket in buckets]
-        return found
-
-
-def _moves(buckets: list[list[int]], at: int) -> Iterator[list[list[int]]]:
-    """Change bucket ``at``: take or hand over a member, cut in two, or join to the next bucket."""
-    before, mine, behind = buckets[:at], buckets[at], buckets[at + 1 :]
-    if behind and len(behind[0]) > 1:
-        yield [*before, [*mine, behind[0][0]], behind[0][1:], *behind[1:]]
-    if behind and len(mine) > 1:
-        yield [*before, mine[:-1], [mine[-1], *behind[0]], *behind[1:]]
-    if len(mine) > 1:
-        cut = max(1, bisect.bisect(list(itertools.accumulate(mine)), sum(mine) / 2))
-        yield [*before, mine[:cut], mine[cut:], *behind]
-    if behind:
-        yield [*before, [*mine, *behind[0]], *behind[1:]]
+    def runs(self) -> list[list[Collective]]:
+        """Return the mergeable collectives of each bucket key, in fill order."""
+        return _runs(self._in_wait_order, non_adjacent=True)
 
 
 def _candidates(
@@ -359,7 +312,7 @@ class _Planner:
                     where = f"bucket {index} of the {c.kind} group {c.group}"
                     raise RuntimeError(f"cap_mb failed for {where}") from error
             check_cap(value, f"the cap of bucket {index}")
-            return int(min(value * _MIB, _ALL))
+            return int(min(value * _MIB, 2**63))
 
         return cap_bytes
 

@@ -29,7 +29,7 @@ def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
     """Return ``order``; raise a TypeError unless it is a callable or None."""
     if order is not None and not callable(order):
         raise TypeError(
-            "payload_order must be a callable that gives a start node's key, or None for graph "
+            "payload_order must be a callable that returns a start node's key, or None for graph "
             f"order, got {order!r}"
         )
     return order

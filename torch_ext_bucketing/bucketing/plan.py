@@ -129,23 +129,23 @@ def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
             plan = planner.plan(analysis)
     except Exception as error:
         raise RuntimeError(f"the planner {planner!r} failed") from error
-    contracted, collectives = Contraction(analysis), analysis.collectives
-    seen: dict[fx.Node, None] = {}
+    contracted, free = Contraction(analysis), dict(analysis.collectives)
     for bucket in plan.buckets:
-        first = bucket.members[0]
+        first = free.get(bucket.members[0])
         for member in bucket.members:
-            c = collectives.get(member)
-            why = "it is not a collective of the graph" if c is None else c.why_not
-            if c is not None and not why and (c.key != collectives[first].key):
-                why = f"its bucket key is not that of {first.name}"
-            if member is first:
-                contracted.open(first)
-            elif not why and not contracted.try_add(member):
+            c = free.pop(member, None)
+            if c is None or first is None:
+                why = "it is not a collective of the graph, or is in another bucket"
+            elif c.why_not or c.key != first.key:
+                why = c.why_not or f"its bucket key is not that of {first.start.name}"
+            elif c is first:
+                contracted.open(member)
+                continue
+            elif contracted.try_add(member):
+                continue
+            else:
                 why = contracted.why(member)
-            if why or member in seen:
-                why = why or "it is in two buckets"
-                raise ValueError(f"{planner!r} can't put {member.name} into a bucket: {why}")
-            seen[member] = None
+            raise ValueError(f"{planner!r} can't put {member.name} into a bucket: {why}")
         contracted.close()
     return plan
 

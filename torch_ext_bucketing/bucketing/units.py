@@ -50,11 +50,8 @@ class ByUnit:
             again = c.kind == "all_gather" and c.in_backward
             groups.setdefault((unit, c.key, again), []).append(c)
         plan = merge_groups(analysis, ((unit, found) for (unit, *_), found in groups.items()))
-        return replace(
-            plan,
-            uncovered=tuple(uncovered),
-            ineligible=(*left, *plan.ineligible),
-        )
+        left += plan.ineligible
+        return replace(plan, uncovered=tuple(uncovered), ineligible=tuple(left))
 
 
 def unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]:

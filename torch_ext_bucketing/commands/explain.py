@@ -1,4 +1,4 @@
-"""``python -m torch_ext_bucketing explain``: options, checks, output, exit status."""
+"""The command ``python -m torch_ext_bucketing explain``."""
 
 from __future__ import annotations
 
@@ -14,75 +14,45 @@ if TYPE_CHECKING:
     from ..reports.compile import CompileReport
 
 _DESCRIPTION = """\
-Compile a model's forward and backward with the passes of recipe() on this process, with a fake
-process group of any number of ranks, and print the passes as code, which collectives are merged,
-how each bucket is laid out, why it was closed, and what is left and why.
+Compile a model's forward and backward in this process, with the passes of recipe() and a fake
+process group of any number of ranks. Print the passes as code, the buckets with their layout and
+why each was closed, and the collectives that are not merged, with the causes.
 
-MODULE:FUNCTION is called without arguments once the process group is there, so it can make device
+MODULE:FUNCTION is called without arguments once the process group exists, so it can make device
 meshes. It returns the sharded model and its inputs: (model, tensor), (model, (tensor, ...)) or
-(model, {"name": tensor}). Without it, a small LLaMA-style model is taken."""
-
-_PASSED_ON = ("goal", "reduce", "world_size", "memory_gib", "size_hints")
+(model, {"name": tensor}). The default is a small LLaMA-style model."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``explain`` to a command's subparsers."""
-    about = "print what bucketing does to a model's collectives, and why"
+    about = "show how a model's collectives are bucketed and scheduled, and why"
     parser = add_command(subparsers, "explain", run, help=about, description=_DESCRIPTION)
+    for name, kind, metavar, text in (
+        ("--world-size", int, "N", "ranks to pretend (default: 8)"),
+        (
+            "--memory-gib",
+            float,
+            "GIB",
+            "bound on the peak, for what is kept (--plot draws a curve)",
+        ),
+        ("--machine", Path, "FILE", "a file that measure wrote (default: this GPU's data sheet)"),
+        ("--size-hint", int, "N", "number for sizes that depend on data, as an expert's tokens"),
+        ("--trace", output_file, "FILE", "write timelines before and after as a Perfetto trace"),
+        ("--plot", output_file, "FILE", "draw timelines before and after (needs matplotlib)"),
+        ("--json", output_file, "FILE", "also write the report to FILE"),
+    ):
+        parser.add_argument(name, type=kind, metavar=metavar, help=text)
+    parser.set_defaults(goal="parity", world_size=8)
     option = parser.add_argument
-    option(
-        "target", nargs="?", metavar="MODULE:FUNCTION", help="makes the model (default: the demo's)"
-    )
-    option(
-        "--goal",
-        choices=("parity", "speed"),
-        default="parity",
-        help="as of recipe() (default: parity)",
-    )
-    option(
-        "--reduce",
-        choices=("all_to_all",),
-        help="add gradients in the order of the ranks, and compare that with rings",
-    )
-    option("--world-size", type=int, default=8, metavar="N", help="ranks to pretend (default: 8)")
-    option(
-        "--memory-gib",
-        type=float,
-        metavar="GIB",
-        help="choose under this peak what stays gathered and which activations are saved, and say "
-        "what that saves; --plot draws time and memory over the bound",
-    )
-    option(
-        "--machine",
-        type=Path,
-        metavar="FILE",
-        help="times: a file that measure wrote (default: this GPU's data sheet, or an H100's)",
-    )
-    option(
-        "--size-hint",
-        dest="size_hints",
-        type=int,
-        metavar="N",
-        help="what estimates take sizes that depend on data as, such as the tokens of an expert",
-    )
-    option(
-        "--trace",
-        type=output_file,
-        metavar="FILE",
-        help="write the graphs' timelines, before and after, as a trace for Perfetto",
-    )
-    option(
-        "--plot",
-        type=output_file,
-        metavar="FILE",
-        help="draw them before and after (needs matplotlib)",
-    )
+    option("target", nargs="?", metavar="MODULE:FUNCTION", help="the model (default: the demo's)")
+    option("--goal", choices=("parity", "speed"), help="see recipe() (default: parity)")
+    in_rank_order = "add gradients in rank order, and compare the cost with rings"
+    option("--reduce", choices=("all_to_all",), help=in_rank_order)
     option("--brief", action="store_true", help="leave out the members of the buckets")
-    option("--json", type=output_file, metavar="FILE", help="also write the report to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain; returns the exit status. Bad options exit with 2."""
+    """Run the command and return its exit status. Bad options exit with 2."""
     if args.world_size < 1:
         args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -98,15 +68,15 @@ def run(args: argparse.Namespace) -> int:
         machine = None if args.machine is None else Machine.load(args.machine)
     except (ValueError, OSError) as error:
         raise TargetError(f"--machine: {error}") from error
-    given = {name: getattr(args, name) for name in _PASSED_ON}
-    draw = bool(args.trace or args.plot)
-    found = explain(args.target, draw=draw, machine=machine, **given)
+    given = {name: getattr(args, name) for name in ("goal", "world_size", "memory_gib")}
+    given |= {"machine": machine, "size_hints": args.size_hint}
+    found = explain(args.target, reduce=args.reduce, draw=bool(args.trace or args.plot), **given)
     reduce = f", reduce={args.reduce!r}" if args.reduce else ""
     print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
     print(found.report.to_text(members=not args.brief), end="")
     if args.reduce:
         torch._dynamo.reset()
-        rings = explain(args.target, machine=machine, **{**given, "reduce": None})
+        rings = explain(args.target, **given)
         print(_against_rings(found.report, rings.report, args.goal), end="")
     if args.json is not None:
         args.json.write_text(found.report.to_json() + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``torchrun ... -m torch_ext_bucketing measure``: options, output, exit status."""
+"""The command ``torchrun ... -m torch_ext_bucketing measure``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from ..testing.target import TargetError, add_command
 
 _DESCRIPTION = """\
-Measure the collectives of each group of a mesh, and the rates of products and copies, on whatever
-is there: NCCL with GPUs, gloo without. Start it with torchrun, one process per GPU, as the training
-will be. Rank 0 writes a file for torch_ext_bucketing.Machine.load.
+Measure the collectives of each group of a mesh, and the rates of products and copies: NCCL with
+GPUs, gloo without. Start it like the training, with torchrun and one process per GPU. Rank 0 writes
+a file for torch_ext_bucketing.Machine.load.
 
-With --traces nothing is run: the file is made of a run's traces, one per rank, that torch.profiler
-wrote with record_shapes=True; what they don't tell is an H100's."""
+With --traces nothing runs. The file is made from the traces of a run, one per rank, recorded by
+torch.profiler with record_shapes=True. Missing numbers are those of an H100."""
 
 
 def add_parser(subparsers: Any) -> None:

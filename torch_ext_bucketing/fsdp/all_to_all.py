@@ -1,7 +1,7 @@
-"""Eager FSDP2's reduce-scatter as an all-to-all and a sum over the ranks in their order.
+"""Replace eager FSDP2's reduce-scatter by an all-to-all and a sum in rank order.
 
-The eager twin of the pass :class:`.FixedOrderReduce`: both do the same additions on the same
-values, so their bits are equal whatever is packed with what.
+This is the eager counterpart of the pass :class:`.FixedOrderReduce`. Both do the same additions on
+the same values, so their bits are equal for any buckets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..graph.collectives import Kind
 
 
 def check_accumulate(dtype: torch.dtype) -> torch.dtype:
-    """``dtype``; a ValueError unless it is ``torch.float32`` or ``torch.float64``."""
+    """Return ``dtype``; raise a ValueError if it is not ``torch.float32`` or ``torch.float64``."""
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"accumulate must be torch.float32 or torch.float64, got {dtype!r}")
     return dtype
@@ -23,17 +23,16 @@ def check_accumulate(dtype: torch.dtype) -> torch.dtype:
 def sum_in_rank_order(
     received: torch.Tensor, ranks: int, accumulate: torch.dtype, average: bool
 ) -> torch.Tensor:
-    """``((p0 + p1) + p2) + ...`` of the parts of ``received``, one per rank, rounded once.
+    """Add the ranks' parts, ``((p0 + p1) + p2) + ...``, and round once.
 
     Args:
-        received: the ranks' parts one after the other, of one size and in floating point.
-        ranks: how many.
-        accumulate: the dtype of the additions, unless that of the parts is wider.
-        average: whether the sum is multiplied by ``1 / ranks`` before it is rounded. Not divided:
-            on a GPU neither ATen nor Inductor divides by a constant.
+        received: the parts of all ranks, one after the other, [ranks * n] in floating point.
+        ranks: number of ranks.
+        accumulate: dtype of the additions, unless the parts' own is wider.
+        average: multiply the sum by ``1 / ranks`` before it is rounded.
 
     Returns:
-        The sum of the parts, flat, in their dtype and in memory of its own.
+        The sum, [n] in the dtype of ``received``, in new memory.
     """
     wire = received.dtype
     first, *others = received.view(ranks, received.numel() // ranks).unbind()
@@ -41,6 +40,7 @@ def sum_in_rank_order(
     for part in others:
         total += part
     if average:
+        # Not divided: on a GPU neither ATen nor Inductor divides by a constant.
         total *= 1 / ranks
     return total.to(wire)
 
@@ -60,10 +60,11 @@ SUM = torch.ops.torch_ext_bucketing.sum_in_rank_order.default
 
 
 def steps_of(kind: Kind, ranks: int, fixed_size: bool = True) -> tuple[str, ...]:
-    """The collectives that stand for a reduction, with the sum behind the first of them.
+    """Return the collectives that replace a reduction; the sum follows the first one.
 
-    Of an all-reduce each rank adds its own part, which is then gathered, or all. With two ranks
-    either moves as much. A part of what has no fixed size is not worth its nodes.
+    For an all-reduce, each rank either adds its own part, which is then gathered, or gathers all
+    inputs and adds everything. With two ranks both move the same bytes. Without a fixed size,
+    dividing into parts takes too many nodes.
     """
     if kind == "reduce_scatter":
         return ("all_to_all",)
@@ -71,22 +72,24 @@ def steps_of(kind: Kind, ranks: int, fixed_size: bool = True) -> tuple[str, ...]
 
 
 class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """For ``set_custom_reduce_scatter`` of eager FSDP2, on every module that is wrapped::
+    """Reduce-scatter for eager FSDP2's ``set_custom_reduce_scatter``, on every wrapped module.
+
+    ::
 
         reduce = AllToAllReduceScatter()
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(reduce)
 
-    Gradients are then those of a model compiled with :class:`.FixedOrderReduce`, bit for bit, with
-    any units and byte caps there. A rank receives as many bytes as it sends, the size of the
-    unit's packed gradients, and holds these as well while it adds.
+    Gradients then equal those of a model compiled with :class:`.FixedOrderReduce`, bit for bit, for
+    any units and byte caps. A rank receives as many bytes as it sends, the size of the unit's
+    packed gradients, and holds both while it adds.
 
-    With hybrid sharding FSDP2 all-reduces over the replicas itself. Two replicas give the same bits
-    in either order; for more of them see :class:`AllToAllAllReduce`.
+    With hybrid sharding FSDP2 all-reduces over the replicas itself. With two replicas that gives
+    the same bits in any order; for more replicas see :class:`AllToAllAllReduce`.
 
     Args:
-        accumulate: the dtype of the sums, ``torch.float32`` or ``torch.float64``.
+        accumulate: dtype of the sums, ``torch.float32`` or ``torch.float64``.
 
     Raises:
         ValueError: another dtype.
@@ -103,21 +106,21 @@ class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce-scatter; on return the result is in ``output_tensor``, on the current stream.
+        """Reduce-scatter into ``output_tensor``, on the current stream.
 
         Args:
-            output_tensor: of n elements.
-            input_tensor: of n elements for each rank, rank by rank, in the same float dtype.
+            output_tensor: [n].
+            input_tensor: [ranks * n], rank by rank, in the same floating-point dtype.
 
         Raises:
-            ValueError: ``op`` is no sum and no average, ``async_op``, or dtypes that differ or are
-                no floating-point ones. Nothing was sent.
+            ValueError: ``op`` is neither a sum nor an average, ``async_op``, or wrong dtypes.
+                Nothing was sent.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
-                f"AllToAllReduceScatter sums or averages, got {op}. Beside "
-                "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True): FSDP2 "
-                "then divides itself"
+                f"AllToAllReduceScatter sums or averages, got {op}. With "
+                "set_gradient_divide_factor also call set_force_sum_reduction_for_comms(True), so "
+                "that FSDP2 divides"
             )
         wire = input_tensor.dtype
         if async_op or not wire.is_floating_point or output_tensor.dtype is not wire:
@@ -133,10 +136,10 @@ class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
 
 
 class AllToAllAllReduce:
-    """Hybrid sharding over any number of replicas, for ``set_all_reduce_hook`` of eager FSDP2.
+    """Average over any number of replicas, as eager FSDP2's ``set_all_reduce_hook``.
 
-    FSDP2's own all-reduce can't be replaced, and its hook runs behind it. So the modules are
-    wrapped over the shards alone, and the hook averages over the replicas::
+    FSDP2's own all-reduce can't be replaced, and its hook runs after it. So wrap the modules over
+    the shards alone, and let the hook average over the replicas::
 
         mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard"))
         reduce = AllToAllReduceScatter()
@@ -149,8 +152,8 @@ class AllToAllAllReduce:
     All replicas must start with the same weights. The hook runs after every backward.
 
     Args:
-        group: the replicas.
-        accumulate: as of :class:`AllToAllReduceScatter`.
+        group: process group of the replicas.
+        accumulate: dtype of the sums; see :class:`AllToAllReduceScatter`.
 
     Raises:
         ValueError: another dtype.
@@ -161,7 +164,7 @@ class AllToAllAllReduce:
         self.accumulate = check_accumulate(accumulate)
 
     def __call__(self, reduced: torch.Tensor) -> None:
-        """Average a contiguous, flat tensor in floating point over the replicas, in place."""
+        """Average a flat, contiguous floating-point tensor over the replicas, in place."""
         ranks, size = self.group.size(), reduced.numel()
         steps = steps_of("all_reduce", ranks)
         if steps == ("all_gather",):

@@ -1,4 +1,4 @@
-"""Units found in the model itself: one per transformer block."""
+"""Find units in a model: one per transformer block."""
 
 from __future__ import annotations
 
@@ -15,50 +15,47 @@ from .units import UnitSpec, spec_of_units
 
 
 def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False) -> UnitSpec:
-    """The units that eager FSDP2 trainers make: one per repeated block, and the rest around them.
+    """Find the units that eager FSDP2 trainers use: one per repeated block, and the rest.
 
-    **Blocks** are the children of block lists: of a ``ModuleList``, ``ModuleDict`` or
-    ``Sequential``, under any name, whose children with parameters are alike: more than half of
-    them, and of the parameters, are of classes that occur twice or more (hybrids interleave two
-    kinds of block). In a ``Sequential`` all are of one class, or else it is a pipeline of different
-    modules. Children that are plain ``Sequential``s also need the same parameter names, and a child
-    that can't be called (a ``ModuleList``) is no block. Lists are looked for from the root down:
+    **Blocks** are the children of block lists. A block list is a ``ModuleList``, ``ModuleDict`` or
+    ``Sequential`` of any name whose children are alike: classes that occur twice or more have more
+    than half of the children and of the parameters (hybrids interleave two kinds of block). In a
+    ``Sequential`` all children must have one class; otherwise it is a pipeline. Children that are
+    plain ``Sequential``s must also have equal parameter names, and a child that can't be called (a
+    ``ModuleList``) is not a block. Among several lists:
 
-    * the outermost one wins, so lists of experts or heads inside blocks are not block lists;
-    * but the children of a list are stages, not blocks (Swin), when in each of them further block
-      lists hold more than two thirds of its parameters (in Swin three quarters, 24 C^2 of two
-      blocks beside the 8 C^2 of a reduction), of modules as deep as blocks are (with children that
-      have children) and not named experts;
-    * lists of leaf modules (``Linear``) only count where no list has composite ones;
-    * a ``ModuleList`` or ``ModuleDict`` with a single composite child counts where nothing outside
-      it is repeated; a further list of modules of a block's class counts whatever its length
-      (multi-token prediction).
+    * The outermost one wins, so lists of experts or heads inside blocks are not block lists.
+    * The children of a list are stages, not blocks (Swin), if in each of them inner block lists
+      hold more than two thirds of the parameters (in Swin three quarters: 24 C^2 of two blocks, 8
+      C^2 of a reduction). Inner blocks must have children with children, and not be named experts.
+    * Lists of leaf modules (``Linear``) only count if no list has composite ones.
+    * A ``ModuleList`` or ``ModuleDict`` with one composite child counts if nothing outside it is
+      repeated. Further lists of modules of a block's class count at any length (multi-token
+      prediction).
 
-    **The rest** goes where torchtitan's ``apply_fsdp`` (llama3, earlier) and
-    ``apply_fsdp_to_decoder`` (0.3) put it, in this order:
+    **The rest** follows torchtitan's ``apply_fsdp`` (llama3) and ``apply_fsdp_to_decoder`` (0.3):
 
-    1. each module registered before the first block list is a unit: ``tok_embeddings``;
-    2. each block is a unit, in order; modules between two block lists form one unit there,
-       embeddings one each;
-    3. the modules after the last block list form one unit together: ``[norm, output]``. So do a
-       head and a final norm that are registered before the blocks: a ``Linear`` with the weight
-       shape of an embedding is a head;
-    4. parameters that modules around the blocks own themselves (``pos_embed``, ``cls_token``) are
-       in the root unit ``""``, as by the final ``fully_shard(model)``.
+    1. Each module registered before the first block list is a unit: ``tok_embeddings``.
+    2. Each block is a unit, in order. Modules between two block lists form one unit there, but
+       embeddings one each.
+    3. The modules after the last block list form one unit: ``[norm, output]``. It includes a head
+       and a final norm that are registered before the blocks. A ``Linear`` with the weight shape of
+       an embedding is a head.
+    4. Parameters that modules around the blocks own themselves (``pos_embed``, ``cls_token``) are
+       in the root unit ``""``, like those of the final ``fully_shard(model)``.
 
-    Modules of 1 to 3 that share a parameter become one unit at the place of the first, as FSDP2
-    needs it and torchtitan has it for tied embeddings: ``[tok_embeddings, norm, output]``. The plan
-    is in the order of use, by which prefetching goes, not of torchtitan 0.3's calls.
+    Modules of 1 to 3 that share a parameter become one unit at the place of the first, which FSDP2
+    requires: ``[tok_embeddings, norm, output]``. Units are in the order of use, for prefetching.
 
     Args:
-        model: The model, on any device, wrapped or not.
-        moe_experts: Make the routed experts of each block a unit of their own, before the block's,
-            as trainers do when experts have another mesh: the outermost module inside the block
-            whose name has "experts" in it but not "shared", or is the one given here; narrowed to
-            the child that holds all its parameters (``moe.routed_experts.inner_experts``).
+        model: the model, on any device, wrapped or not.
+        moe_experts: make the routed experts of each block a unit, before the block's, as trainers
+            do if experts have another mesh. True finds the outermost module inside the block whose
+            name contains "experts" but not "shared"; a string is that name. The unit is the
+            innermost child that holds all its parameters (``moe.routed_experts.inner_experts``).
 
     Raises:
-        ValueError: no parameters, no blocks, or ``moe_experts`` with no experts in any block.
+        ValueError: no parameters, no blocks, or ``moe_experts`` without experts in any block.
     """
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to plan for")
@@ -66,7 +63,7 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     lists = _block_lists(tree)
     if not lists:
         raise ValueError(
-            f"no repeated blocks found in {type(model).__name__}: there is no ModuleList, "
+            f"no repeated blocks found in {type(model).__name__}: it needs a ModuleList, "
             "ModuleDict or Sequential with alike children that hold parameters. Name the units "
             "with manual_plan, or bucket by size, with BucketByCap"
         )
@@ -99,7 +96,7 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
 
 
 class _ModuleTree:
-    """The module tree without wrappers and modules that hold no parameters, by canonical FQN."""
+    """The module tree by canonical FQN, without wrappers and modules without parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {name: unwrapped(m) for name, m in canonical_modules(model).items()}
@@ -107,32 +104,32 @@ class _ModuleTree:
         self.depth = functools.cache(self._depth)
 
     def _children(self, path: str) -> list[tuple[str, nn.Module]]:
-        """(FQN, module) of the children with parameters. One that is there twice is listed once."""
+        """List FQN and module of the children with parameters, each module once."""
         return [
             (f"{path}.{key}" if path else key, unwrapped(child))
             for key, child in self.modules[path].named_children()
-            # What ``torch.nn.utils.parametrize`` moved into a child is still the module's own.
+            # ``torch.nn.utils.parametrize`` moves a module's own parameters into that child.
             if key != "parametrizations" and has_parameters(child)
         ]
 
     def below(self, path: str) -> Iterator[str]:
-        """FQNs of all modules with parameters below ``path``, parents first."""
+        """Yield the FQNs of all modules with parameters below ``path``, parents first."""
         for name, _ in self.children(path):
             yield name
             yield from self.below(name)
 
     def _depth(self, path: str) -> int:
-        """Levels of modules with parameters below a module: 0 for a leaf."""
+        """Count the levels of modules with parameters below a module: 0 for a leaf."""
         return max((1 + self.depth(name) for name, _ in self.children(path)), default=0)
 
     def size(self, *paths: str) -> int:
-        """Number of parameter elements in modules, shared ones counted once."""
+        """Count the parameter elements in modules, shared parameters once."""
         params = (parameter for path in paths for parameter in self.modules[path].parameters())
         return sum(parameter.numel() for parameter in dict.fromkeys(params))
 
 
 def _is_plain_container(module: nn.Module) -> bool:
-    """Whether it is a container that can't be called: ``fully_shard`` refuses those, too."""
+    """Return whether a module can't be called; ``fully_shard`` refuses such containers, too."""
     return (
         isinstance(module, nn.ModuleList | nn.ModuleDict)
         and type(module).forward is nn.Module.forward
@@ -140,7 +137,7 @@ def _is_plain_container(module: nn.Module) -> bool:
 
 
 def _class_of(module: nn.Module) -> object:
-    """A key that alike modules share: the class, and for a bare ``Sequential`` parameter names."""
+    """Return a key of alike modules: the class, and parameter names for a plain ``Sequential``."""
     # parametrize() gives each module a class of its own; fully_shard and SimpleFSDP one per class.
     kind = type_before_parametrizations(module)
     if kind is nn.Sequential:
@@ -158,7 +155,7 @@ def _is_block_list(tree: _ModuleTree, path: str, least: int) -> bool:
     counts = Counter(_class_of(child) for _, child in children)
     repeated = [name for name, child in children if counts[_class_of(child)] >= 2]
     if isinstance(module, nn.Sequential):
-        # Members without parameters (an activation) make it a pipeline, too.
+        # A member without parameters (an activation) makes it a pipeline, too.
         alike = len(counts) == 1 and all(has_parameters(m) for m in module.children())
         return alike and len(repeated) >= 2
     if len(children) == 1:
@@ -167,10 +164,10 @@ def _is_block_list(tree: _ModuleTree, path: str, least: int) -> bool:
 
 
 def _block_lists(tree: _ModuleTree) -> list[str]:
-    """Paths of the block lists, in registration order, by ``transformer_block_plan``'s rule."""
+    """Find the block lists in registration order; see :func:`transformer_block_plan`."""
     lists = _outermost_lists(tree, "", least=2)
     single = [p for p in _outermost_lists(tree, "", least=1) if len(tree.children(p)) == 1]
-    # The experts or heads of the only block are repeated, but are not the blocks.
+    # Experts or heads of the only block are repeated, but they are not blocks.
     lists = [p for p in lists if not any(_inside(p, s) for s in single)] or single or lists
     lists = [p for p in lists if tree.depth(p) >= 2] or lists
     classes = {_class_of(child) for path in lists for _, child in tree.children(path)}
@@ -196,7 +193,7 @@ def _outermost_lists(tree: _ModuleTree, path: str, least: int) -> list[str]:
 
 
 def _inner_lists(tree: _ModuleTree, path: str) -> list[str]:
-    """The block lists of a stage: no experts, and no lists of mere pairs of layers."""
+    """Find the block lists of a stage, without experts and lists of shallow modules."""
     return [
         inner
         for inner in _outermost_lists(tree, path, least=2)
@@ -211,9 +208,9 @@ def _inside(path: str, outer: str) -> bool:
 def _around(
     tree: _ModuleTree, lists: list[str]
 ) -> tuple[list[str], list[list[list[str]]], list[str]]:
-    """The modules before the first list, per gap between lists its units, those after the last."""
+    """Find the modules before the first list, the units between lists, and the modules after."""
     slots: list[list[str]] = [[]]
-    seen: set[nn.Module] = set()  # a module that is there twice (a shared embedding) counts once
+    seen: set[nn.Module] = set()  # a module with two names (a shared embedding) counts once
 
     def visit(path: str) -> None:
         for name, module in tree.children(path):
@@ -258,7 +255,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _merge_shared(units: list[list[str]], tree: _ModuleTree) -> list[list[str]]:
-    """Joins units that share a parameter, at the place of the first: the others become empty."""
+    """Join units that share a parameter at the place of the first; the others become empty."""
     result = [list(unit) for unit in units]
     owner: dict[nn.Parameter, int] = {}
     for index, unit in enumerate(result):
@@ -285,7 +282,7 @@ def _experts(block: str, tree: _ModuleTree, moe_experts: bool | str) -> list[str
 
 
 def _narrowed(path: str, tree: _ModuleTree) -> str:
-    """The innermost module that holds all parameters of this one."""
+    """Find the innermost module that holds all parameters of this one."""
     children = tree.children(path)
     if len(children) == 1 and not _is_plain_container(tree.modules[path]):
         name, child = children[0]

@@ -1,4 +1,4 @@
-"""The nodes between a parameter and what is computed with it, by way of its gather."""
+"""Find the nodes between a parameter and its uses, through its all-gather."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Chains: TypeAlias = Mapping[fx.Node, Sequence[fx.Node]]
 
 
 def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Map every tagged gather to the nodes from the parameter to its last mere rearrangement.
+    """Map each tagged all-gather to the nodes between the parameter and its first computation.
 
     ::
 
         w -> _to_copy -> all_gather -> wait -> slice -> t -> mm
              ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 
-    Of a parameter that is gathered in another form, the nodes that make the full parameter of it
-    belong to the chain. What is computed before the gather does not: it is small, as a shard is::
+    With an all-gather extension, the nodes that compute the full parameter after the gather belong
+    to the chain. Those that compute the gather's input do not, since they are as small as a shard::
 
         w -> abs -> max -> ... -> mul -> all_gather -> wait -> sub -> mul -> t -> mm
                                          ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 
-    Starts in graph order; the nodes of a chain in graph order.
+    Starts, and the nodes of each chain, are in graph order.
     """
-    behind: dict[fx.Node, dict[fx.Node, None]] = {}
+    before: dict[fx.Node, dict[fx.Node, None]] = {}
     ahead: dict[fx.Node, dict[fx.Node, None]] = {}
     chains: dict[fx.Node, dict[fx.Node, None]] = {}
-    made_of: dict[fx.Node, fx.Node] = {}  # the one input that an ungathered value is computed from
+    made_of: dict[fx.Node, fx.Node] = {}  # the only input that an ungathered value depends on
     for node in graph.nodes:
         if node.op == "placeholder":
             made_of[node] = node
@@ -49,15 +49,16 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             made_of.update(dict.fromkeys([node], *sources))
         if kind_of(node) == "all_gather" and tag_of(node) is not None:
             made_of.pop(node, None)
-            chains[node] = {**union(behind, inputs), node: None}
+            chains[node] = {**union(before, inputs), node: None}
             ahead[node] = {**served, node: None}
             continue
         moves = is_move(node) or node.target in CONSTANTS
         if moves and not served:
-            if all(i.op == "placeholder" or i in behind for i in inputs):
-                behind[node] = {**union(behind, inputs), node: None}
+            if all(i.op == "placeholder" or i in before for i in inputs):
+                before[node] = {**union(before, inputs), node: None}
             continue
-        if served and not moves and not is_compute(node):  # makes a parameter of another form?
+        if served and not moves and not is_compute(node):
+            # An all-gather extension may compute the full parameter here.
             made = {made_of.get(start.all_input_nodes[0]) for start in served}
             alone = all(i in ahead or i in made_of or i.target in CONSTANTS for i in inputs)
             moves = alone and made.issuperset(sources) and all(map(in_other_form, served))
@@ -69,8 +70,11 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def read_in_forward(chains: Chains) -> dict[fx.Node, None]:
-    """The gathers of a joint graph that forward reads. To keep what others make, as of data that is
-    scaled along other rows for backward's products, would cost memory and save nothing."""
+    """Find the all-gathers of a joint graph that forward reads.
+
+    Keeping the results of others, such as data scaled along other rows for products of backward,
+    would take memory and save nothing.
+    """
     if not chains:
         return {}
     late = backward_nodes(next(iter(chains)).graph)
@@ -87,7 +91,7 @@ def read_in_forward(chains: Chains) -> dict[fx.Node, None]:
 
 
 def in_other_form(gather: fx.Node) -> bool:
-    """Whether what is gathered is not a parameter's values, but such as 8-bit data and scales."""
+    """Return whether an all-gather extension computed the input, such as 8-bit data or scales."""
     dtype = gather.meta["val"].dtype
     if dtype.itemsize == 1 or not dtype.is_floating_point:
         return True
@@ -102,7 +106,7 @@ def in_other_form(gather: fx.Node) -> bool:
 
 
 def union(of: Mapping[fx.Node, dict[T, None]], nodes: Iterable[fx.Node]) -> dict[T, None]:
-    """All that a mapping has for some nodes, in their order."""
+    """Merge the sets of some nodes, in their order."""
     merged: dict[T, None] = {}
     for node in nodes:
         merged.update(of.get(node, {}))

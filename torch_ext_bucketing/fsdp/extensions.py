@@ -1,13 +1,11 @@
-"""FSDP2's protocol for parameters that are gathered in another form than their own.
+"""Gather parameters with FSDP2's all-gather extensions.
 
-A parameter that is a tensor subclass with these two methods names what is gathered of it, any
-number of tensors of any dtype, and makes the full parameter of what came of that::
+A tensor subclass with these two methods chooses the tensors to gather, any number of any dtype, and
+computes the full parameter from them. torchao's weights do so::
 
     shard -> fsdp_pre_all_gather(...)  -> inputs, metadata       8-bit data, scales
     inputs -> all-gather -> outputs                              one collective each, to be bucketed
     outputs, metadata -> fsdp_post_all_gather(...) -> full parameter
-
-torchao's weights do so. Float8, which c10d does not know, is gathered as bytes.
 """
 
 from __future__ import annotations
@@ -30,18 +28,17 @@ _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def extends_gather(tensor: torch.Tensor) -> bool:
-    """Whether a parameter follows the protocol."""
+    """Return whether a parameter has an all-gather extension."""
     return any(hasattr(tensor, method) for method in _METHODS)
 
 
 class Extension:
-    """How one parameter that follows the protocol, sharded on dim 0 over a 1-D mesh, is gathered.
+    """The all-gather extension of one parameter, sharded on dim 0 over a 1-D mesh.
 
     Raises:
-        TypeError: the class has one method without the other, takes other arguments than FSDP2
-            passes, is not made of plain tensors, or returns something else than FSDP2 takes.
-        ValueError: what is unpacked has another shape than the parameter, or the inputs of uneven
-            shards have other shapes on other ranks.
+        TypeError: the class has one method without the other, or does not follow FSDP2's protocol.
+        ValueError: the full parameter has a wrong shape, or gathered tensors have other shapes on
+            other ranks.
         RuntimeError: a method of the class raised.
     """
 
@@ -66,8 +63,8 @@ class Extension:
         signature = inspect.signature(param.data.fsdp_pre_all_gather)  # type: ignore[attr-defined]
         if len(signature.parameters) not in (1, 5):
             raise TypeError(
-                f"{self.what}: fsdp_pre_all_gather{signature} is no signature of FSDP2's protocol, "
-                "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"
+                f"{self.what}: FSDP2 calls fsdp_pre_all_gather(mesh) or (mesh, outer_size, "
+                f"outer_stride, module, mp_policy), and the signature is {signature}"
             )
         self.pre, self.post = (getattr(cls, method) for method in _METHODS)
         self.ranks = mesh.size()
@@ -82,8 +79,8 @@ class Extension:
         self._check(param)
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """The full parameter, what ``fsdp_post_all_gather`` makes."""
-        # Dynamo follows a function of the class, but not every class's bound method.
+        """Gather the full parameter."""
+        # Dynamo traces functions of a class, but not the bound methods of every class.
         inputs, metadata = self.pre(shard, *self.arguments)
         outputs = tuple(self._all_gather(x) for x in inputs)
         full, _ = self.post(shard, outputs, metadata, self.dtype)
@@ -98,14 +95,14 @@ class Extension:
         return value if value.dtype == dtype else value.view(dtype)
 
     def _check(self, param: torch.Tensor) -> None:
-        """Gather fake shards, of every size that a rank has, so that all ranks find the same."""
+        """Gather fake shards of every size, so that all ranks raise the same error."""
         rows = -(-self.shape[0] // self.ranks)
         whole = (self.shape, torch.Size((rows * self.ranks, *self.shape[1:])))
         first: list[tuple[torch.Size, torch.dtype]] = []
         mode = fake_mode_of(parts_of(param.data)[0]) or fake_mode()
         full = map_parts(param.data, lambda part: mode.from_tensor(part.data))
         with mode, torch.no_grad():
-            # Those of the first ranks are full; one may be in part, those behind it are empty.
+            # Shards of the first ranks are full, one may be partly full, and the rest are empty.
             last = self.ranks - 1
             for rank in dict.fromkeys((0, min(self.shape[0] // max(rows, 1), last), last)):
                 shard = _shard(full, rank, self.ranks)
@@ -125,8 +122,8 @@ class Extension:
                 if not isinstance(made, torch.Tensor) or made.shape not in whole:
                     was = tuple(made.shape) if isinstance(made, torch.Tensor) else made
                     raise ValueError(
-                        f"{self.what}: fsdp_post_all_gather makes {was!r} of a parameter of shape "
-                        f"{tuple(self.shape)}"
+                        f"{self.what}: fsdp_post_all_gather returns {was!r} for a parameter of "
+                        f"shape {tuple(self.shape)}"
                     )
 
     def _pair(self, shard: torch.Tensor, method: str, given: tuple[Any, ...]) -> Any:
@@ -143,7 +140,7 @@ class Extension:
 
 
 def distribute(param: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    """Rank 0's values, sharded by the operators that eager FSDP2 asks of such a class."""
+    """Shard rank 0's values, with the operators that eager FSDP2 requires of such a class."""
     ranks, rank = mesh.size(-1), mesh.get_local_rank(-1)
     with torch.no_grad():
         full = map_parts(param.detach(), lambda part: _from_first(part, mesh))
@@ -173,7 +170,7 @@ def _shard(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def _as_known(value: torch.Tensor) -> torch.Tensor:
-    """``value``, as bytes where c10d knows no such type."""
+    """View ``value`` as bytes if its dtype is an 8-bit float, which c10d does not support."""
     small = value.dtype.itemsize == 1 and value.dtype.is_floating_point
     return value.view(torch.uint8) if small else value
 

@@ -1,4 +1,4 @@
-"""Units from module names that a person wrote."""
+"""Parse units from module names with abbreviations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from .units import UnitSpec, spec_of_units
 
 
 def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> UnitSpec:
-    """Units from names with abbreviations, by this grammar of an entry; parameters outside the
-    units are not bucketed::
+    """Parse units from module names. Parameters outside all units are not bucketed.
+
+    Grammar of an entry::
 
         entry     := names | [names, ...]      a list is one unit with all the modules named
         names     := path ("+" path)*          with "+", one unit with all the modules named;
                                                without, one unit per module that the path names
         path      := "" | component ("." component)*       "" is the model itself
-        component := text in which "[a-b]" stands for each number from a to b, both included,
-                     and "*" for any text inside this one component
+        component := text; "[a-b]" stands for each number from a to b, both included,
+                     and "*" for any text inside this component
 
     Examples::
 
@@ -31,8 +32,8 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
         "layers.[0-1]+layers.[2-3]"     one unit of four layers
         "encoder_layer_[0-11]"          works inside a component
 
-    Every number of a range has to exist. A ``*`` passes over modules without parameters. Names are
-    canonical ones, without wrappers' (``fqns.canonical_fqn``), and may be given with them.
+    Every number of a range must exist. A ``*`` skips modules without parameters. Names may contain
+    wrappers' names, which are dropped (``fqns.canonical_fqn``).
 
     Raises:
         TypeError: ``modules`` is a string, or an entry is neither a string nor a list of strings.
@@ -66,7 +67,7 @@ _RANGE = re.compile(r"\[(\d+)-(\d+)\]")
 
 
 def _expand(path: str, known: dict[str, nn.Module]) -> list[str]:
-    """The modules that a path stands for: ranges ascending, ``*`` in registration order."""
+    """List the modules that a path names: ranges ascending, ``*`` in registration order."""
     path = path.strip()
     if path in known:
         return [path]
@@ -90,8 +91,8 @@ def _expand(path: str, known: dict[str, nn.Module]) -> list[str]:
 
 
 def _expand_ranges(component: str, path: str) -> Iterator[str]:
-    """A path's component once for each combination of the numbers in its ranges. It is lazy, so
-    that of a range that is far too long the first number that no module has is an error."""
+    """Yield a path's component once for each combination of the numbers in its ranges."""
+    # A generator, so that a range that is far too long fails at the first missing module.
     match = _RANGE.search(component)
     if match is None:
         if "[" in component or "]" in component:
@@ -112,13 +113,13 @@ def _expand_ranges(component: str, path: str) -> Iterator[str]:
 
 
 def _children(prefix: str, text: str, path: str, known: dict[str, nn.Module]) -> list[str]:
-    """Children of module ``prefix`` whose name is ``text``, in which ``*`` is any text."""
+    """List the children of module ``prefix`` that match ``text``, where ``*`` is any text."""
     start = f"{prefix}." if prefix else ""
     if "*" not in text:
         name = start + text
         if name not in known:
             raise ValueError(
-                f"plan: {path!r} matches nothing, there is no module {name!r}"
+                f"plan: {path!r} matches nothing, the model lacks module {name!r}"
                 + nearest_names(name, known)
             )
         return [name]

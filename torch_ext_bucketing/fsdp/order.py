@@ -1,7 +1,7 @@
-"""The order in which eager FSDP2 packs parameters.
+"""Compute the order of parameters in eager FSDP2's packed buffers.
 
-With it, the members of every bucket lie in the packed buffer as in eager FSDP2's, and a collective
-that adds in an order which depends on the byte offset (NCCL over several nodes) rounds alike.
+Buckets with this payload order have eager FSDP2's layout, so a collective whose order of additions
+depends on the byte offset (NCCL over several nodes) rounds alike.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .units import Units, abbreviated, find_units, names_of_units
 
 @dataclass(frozen=True, repr=False)
 class FSDPParamOrder(Units, CustomPassBase):
-    """The parameters that eager FSDP2 packs together, in its order: a hashable, picklable value.
+    """The parameters that eager FSDP2 packs together, in its order: hashable and picklable.
 
     Its units are FSDP2's payloads, in the order of the ``fully_shard`` calls, each with the
     canonical parameter FQNs in payload order. A call that splits its parameters over several meshes
-    makes several payloads, in the order in which FSDP2 first meets each mesh; a call that is left
-    with no parameter makes none.
+    makes one payload per mesh, in the order of first use; a call without parameters makes none.
 
-    A shared parameter is in one payload, at the place where FSDP2 first visits it, under the name
-    that ``model.named_parameters()`` gives it (FSDP2's ``_param_fqn``), others are ``aliases``.
+    A shared parameter is in one payload, where FSDP2 first visits it, under its name in
+    ``model.named_parameters()`` (FSDP2's ``_param_fqn``). Its other names are ``aliases``.
 
     Raises:
-        TypeError: a payload or an FQN is of the wrong type.
+        TypeError: a payload or an FQN has the wrong type.
         ValueError: no parameter at all, an empty payload, or one FQN twice.
     """
 
     reduce_units: tuple[tuple[str, ...], ...] = ()
-    """``units`` in the order of the reduce-scatter's payloads where it is another one, else empty:
-    torch 2.15 packs gradients by dtype where ``param.grad_dtype`` differs inside a unit."""
+    """``units`` in the payload order of reduce-scatters; empty if that is the same.
+
+    torch 2.15 packs gradients by dtype if ``param.grad_dtype`` differs inside a unit."""
     made_by: str = field(default="", compare=False)
-    """The code that made it, for its ``repr``."""
+    """The code that created the order, for its ``repr``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,16 +84,16 @@ class FSDPParamOrder(Units, CustomPassBase):
         *,
         aliases: Mapping[str, str] | None = None,
     ) -> FSDPParamOrder:
-        """The order as given.
+        """Create an order from FQNs.
 
         Args:
-            fqns: A list of payloads, each a list of parameter FQNs, or a flat list: one payload.
+            fqns: a list of payloads, each a list of parameter FQNs, or a flat list for one payload.
                 Wrappers' names in them are dropped (``fqns.canonical_fqn``).
-            aliases: Other FQN to FQN in ``fqns``, for shared parameters.
+            aliases: maps other FQNs of shared parameters to their FQNs in ``fqns``.
 
         Raises:
-            TypeError: ``fqns`` is a string or mixes FQNs and lists, or ``aliases`` is no mapping.
-            ValueError: as of the class.
+            TypeError: ``fqns`` or ``aliases`` has the wrong type, or mixes FQNs and lists.
+            ValueError: see the class.
         """
         if isinstance(fqns, str):
             raise TypeError(
@@ -118,25 +118,27 @@ class FSDPParamOrder(Units, CustomPassBase):
         ignored_params: Collection[nn.Parameter | str] = (),
         group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
     ) -> FSDPParamOrder:
-        """The order that ``fully_shard`` would give to a model that it was never called on::
+        """Compute the order that ``fully_shard`` would give to a model, without calling it.
+
+        ::
 
             order = FSDPParamOrder.from_model(model, ["emb", "layers.0", ["norm", "head"]])
 
         The rule is that of ``_get_managed_modules`` and ``_get_managed_states`` in torch 2.11 to
         2.15 (``torch/distributed/fsdp/_fully_shard/_fsdp_init.py``): the modules of a unit
-        depth-first, children before the module itself, stopping at the modules of earlier units;
-        then each module's own parameters in the order of registration. A parameter counts once,
-        where first seen, frozen or not. None is read: meta devices and parametrizations are fine.
+        depth-first, children before the module itself, stopping at modules of earlier units; then
+        each module's own parameters in registration order, each parameter once, frozen or not.
+        Parameters are not read, so they may be on the meta device or parametrized.
 
         Args:
-            model: The model, wrapped or not.
-            units: In the order of the ``fully_shard`` calls (inner modules before those around
-                them), each item a module FQN or a list of them that share one call; ``""``, the
-                default, is ``model`` itself. Parameters outside all units are in no payload.
-            ignored_params: As of ``fully_shard``, as parameters or FQNs.
-            group_key: Splits units like a ``shard_placement_fn`` with several meshes: from the FQN
-                and the parameter to any hashable that stands for its mesh. Each key is a payload,
-                in order of first appearance.
+            model: the model, wrapped or not.
+            units: in the order of the ``fully_shard`` calls (inner modules first), each a module
+                FQN or a list of the FQNs that share one call. ``""``, the default, is ``model``.
+                Parameters outside all units are in no payload.
+            ignored_params: as in ``fully_shard``, as parameters or FQNs.
+            group_key: splits units like a ``shard_placement_fn`` with several meshes. Maps an FQN
+                and its parameter to a hashable key for the mesh. Each key is a payload, in order of
+                first appearance.
 
         Raises:
             TypeError: ``units`` is a string, or an item is neither a string nor a list of strings.
@@ -148,7 +150,7 @@ class FSDPParamOrder(Units, CustomPassBase):
         given = names_of_units(units)
         names = parameter_names(model)
         by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
-        ignored: set[nn.Parameter] = set()  # some may be another model's: of other pipeline stages
+        ignored: set[nn.Parameter] = set()  # may include parameters of other pipeline stages
         for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
             if isinstance(item, str) and canonical_fqn(item) not in by_name:
                 near = nearest_names(item, by_name)
@@ -185,9 +187,9 @@ class FSDPParamOrder(Units, CustomPassBase):
 
     @classmethod
     def from_fsdp(cls, model: nn.Module) -> FSDPParamOrder:
-        """The order of a model that ``fully_shard`` was applied to, read from its param groups.
+        """Read the order from the param groups of a model that ``fully_shard`` was applied to.
 
-        Works before the first forward as after it. FQNs are relative to ``model``.
+        Works before and after the first forward. FQNs are relative to ``model``.
 
         Raises:
             ValueError: ``model`` holds no FSDP2 module or no parameter in one, or shares a
@@ -221,10 +223,12 @@ class FSDPParamOrder(Units, CustomPassBase):
         return f"FSDPParamOrder.from_fqns([{units}])"
 
     def __call__(self, start: fx.Node) -> tuple[int, int] | None:
-        """The sort key of a collective's start: (payload, position in it) of its parameter, or of
-        several (fused weights) that of the one that is packed first. None, which keeps its whole
-        bucket in graph order, for a collective without a tag and for one with a parameter that the
-        order doesn't know; passes warn of these."""
+        """Return the sort key of a collective's start: (payload, position) of its parameter.
+
+        For fused weights it is that of the parameter that is packed first. It is None, which keeps
+        the whole bucket in graph order, without a tag or if the order does not know a parameter;
+        passes warn of these.
+        """
         tag = tags.tag_of(start)
         if tag is None or self.unknown(tag.fqns):
             return None
@@ -233,12 +237,11 @@ class FSDPParamOrder(Units, CustomPassBase):
         return min(place for fqn in tag.fqns if (place := payloads.place_of(fqn)) is not None)
 
     def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """The names among ``fqns`` that are in no payload."""
+        """List the names among ``fqns`` that are in no payload."""
         return tuple(fqn for fqn in fqns if self.place_of(fqn) is None)
 
     def uuid(self) -> str:
-        """A name (hex) for what the order does, for Inductor's caches: the same in every process
-        for equal contents and code."""
+        """Return a cache key (hex) that is equal for equal contents and code, in any process."""
         contents = json.dumps([self.units, self.aliases, self.reduce_units])
         return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 
@@ -248,8 +251,8 @@ class FSDPParamOrder(Units, CustomPassBase):
 
 
 def _unit_modules(model: nn.Module, units: Iterable[tuple[str, ...]]) -> Iterator[list[nn.Module]]:
-    """Per unit, the modules whose own parameters it holds, in FSDP2's order of visits."""
-    wrapped: set[nn.Module] = set()  # modules that were given to a call so far
+    """Yield each unit's modules with own parameters, in FSDP2's order of visits."""
+    wrapped: set[nn.Module] = set()  # modules of earlier calls
     for _, modules in find_units(model, units):
         # ``fully_shard([...])`` drops modules inside others of the list (``_get_root_modules``).
         inside = {child for module in modules for child in module.modules() if child is not module}
@@ -260,7 +263,7 @@ def _unit_modules(model: nn.Module, units: Iterable[tuple[str, ...]]) -> Iterato
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules below ``module`` and then itself, down to but without those that were seen."""
+    """Yield the modules below ``module``, then itself, without seen ones and those below them."""
     seen.add(module)
     for child in module.children():
         if child not in seen:

@@ -1,9 +1,9 @@
-"""Data parallelism, one collective per parameter, in the arithmetic of eager FSDP2.
+"""Shard a model with one collective per parameter and eager FSDP2's arithmetic.
 
-Every parameter becomes a ``DTensor``; reading it gathers the full tensor, and its gradient is
-reduced on the way back. Compiled, each gather and each reduction is a node of the graph, ready to
-be bucketed. The arithmetic is that of ``torch.distributed.fsdp.fully_shard`` with a
-``MixedPrecisionPolicy``, so the results can be equal bit for bit::
+Every parameter becomes a ``DTensor``. Reading it gathers the full tensor, and backward reduces its
+gradient. Compiled, each gather and each reduction is a node of the graph, ready to be bucketed. The
+arithmetic is that of ``fully_shard`` with a ``MixedPrecisionPolicy``, so the results can be equal
+bit for bit::
 
     forward    shard -> param_dtype -> pad dim 0 -> all-gather -> full parameter
     backward   gradient -> reduce_dtype -> pad dim 0 -> reduce-scatter (avg)
@@ -44,35 +44,32 @@ def data_parallel(
 ) -> nn.Module:
     """Shard or replicate every parameter of ``model``, in place.
 
-    Parameters may be shared by modules, which stays so, and uneven over the ranks. Names stay, too:
-    ``named_parameters()`` and ``state_dict()`` give the shards (``DTensor``) under the names from
-    before, so checkpoints go to and from eager FSDP2's models. Reading a parameter
-    as an attribute, ``module.weight``, gathers it: all ranks have to. What is written to that, as
-    by ``torch.nn.init``, is lost: initialize before, or write to those of ``named_parameters()``,
-    which are also the ones to freeze. Each module becomes one of a subclass of its class, as with
-    ``fully_shard``. Parametrizations (``torch.nn.utils.parametrize``), registered before or
-    afterwards, get the gathered parameter. A parameter that follows FSDP2's protocol for gathers of
-    its own is gathered by it, see :mod:`.fsdp.extensions`, but for ``"replicate"``.
+    Modules may share parameters, and rows may be uneven over the ranks. ``named_parameters()`` and
+    ``state_dict()`` return the shards (``DTensor``) under the former names, so checkpoints are
+    compatible with eager FSDP2's. Reading an attribute, ``module.weight``, gathers the parameter,
+    which all ranks must do together. Writes to it, such as by ``torch.nn.init``, are lost:
+    initialize before, or write to those of ``named_parameters()``, which are also the ones to
+    freeze. Each module's class becomes a subclass, as with ``fully_shard``. Parametrizations
+    (``torch.nn.utils.parametrize``) get the gathered parameter. Parameters with FSDP2 all-gather
+    extensions are gathered by these (:mod:`.fsdp.extensions`), except by ``"replicate"``.
 
     Args:
-        model: its parameters are plain tensors on the mesh's device, equal on all ranks or not:
-            rank 0's values are distributed.
+        model: has plain parameters on the mesh's device. Rank 0's values are distributed.
         mesh: 1-D; for ``"hybrid_shard"`` 2-D, replicas first, then shards.
-        mode: shard every parameter on dim 0, do so within groups that are replicas of each other,
-            or keep whole copies (DDP).
+        mode: shard every parameter on dim 0, do so within each group of replicas, or keep whole
+            copies (DDP).
         param_dtype: dtype of the gathered parameters; None keeps each parameter's own.
-        reduce_dtype: dtype in which gradients are reduced; None does as eager FSDP2 does on the
-            running torch: the dtype of the parameter from 2.15 on, that of the gradient before.
+        reduce_dtype: dtype of the reductions; None does as the running torch's eager FSDP2: the
+            parameter's dtype from 2.15 on, the gradient's before.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``mesh`` is no device mesh, or a dtype is none.
-        ValueError: an unknown mode, a mesh of another number of dimensions, a parameter that is
-            a ``DTensor`` already, or a scalar to be sharded. The model is as it was, as after
-            errors that name a parameter with gathers of its own and what is wrong with its class
-            (:class:`.Extension`).
+        TypeError: ``mesh`` or a dtype has the wrong type, or see :class:`.Extension`.
+        ValueError: an unknown mode, a wrong number of mesh dimensions, a parameter that is a
+            ``DTensor`` already, or a scalar to be sharded; or see :class:`.Extension`. The model is
+            unchanged then.
     """
     if mode not in ("fully_shard", "hybrid_shard", "replicate"):
         raise ValueError(f"mode must be 'fully_shard', 'hybrid_shard' or 'replicate', got {mode!r}")
@@ -103,8 +100,8 @@ def data_parallel(
         if shard_dim:
             if mesh.mesh_dim_names is None:
                 raise ValueError(
-                    "parameters with gathers of their own are told of the shards' part of the mesh:"
-                    " name its dimensions, init_device_mesh(..., mesh_dim_names=...)"
+                    "all-gather extensions get the shards' part of the mesh: name its dimensions, "
+                    "init_device_mesh(..., mesh_dim_names=...)"
                 )
             shards = mesh[mesh.mesh_dim_names[shard_dim]]
         dtypes = (param_dtype, reduce_dtype)
@@ -135,8 +132,10 @@ def data_parallel(
 
 
 def ignored_extensions(model: nn.Module) -> dict[str, str]:
-    """Names and classes of sharded parameters that follow FSDP2's protocol where the sharding of
-    ``model``, another than :func:`data_parallel`, does not."""
+    """Find parameters whose all-gather extensions the model's sharding ignores.
+
+    :func:`data_parallel` calls them, other SimpleFSDPs do not. Maps FQNs to names of classes.
+    """
     found = {}
     for path, module in model.named_modules():
         unshards = module.__dict__.get("_unshards", {})
@@ -148,7 +147,7 @@ def ignored_extensions(model: nn.Module) -> dict[str, str]:
 
 
 class _Unshard:
-    """From one sharded parameter, a ``DTensor``, to the full, plain tensor."""
+    """Gathers one sharded parameter, a ``DTensor``, to the full, plain tensor."""
 
     def __init__(
         self,
@@ -186,7 +185,7 @@ class _Unshard:
         return attach(shard, self.unreduced, self.reduction, full)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
-        """A leaf whose ``grad`` adds up, of the full shape with one element's memory."""
+        """Create a leaf that accumulates gradients: the full shape, in one element's memory."""
         dtype = self.param_dtype or sharded.dtype
         one = torch.empty((), dtype=self.reduction[0] or dtype, device=sharded.device)
         return one.expand(self.shape).requires_grad_()
@@ -207,8 +206,10 @@ class _Unshard:
 
 
 def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
-    """Whether FSDP2 reduces a gradient as autograd made it, not rounded to the parameter's
-    ``dtype``: fp32 for a norm's weight in bf16 that was multiplied with fp32."""
+    """Return whether FSDP2 reduces gradients without rounding them to the parameter's ``dtype``.
+
+    An example is the fp32 gradient of a norm's weight in bf16 that was multiplied with fp32.
+    """
     return KEEPS_WIDE_GRADIENTS and bool(
         reduce_dtype
         and reduce_dtype.is_floating_point
@@ -218,8 +219,8 @@ def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
 
 
 _Reduction: TypeAlias = tuple[torch.dtype | None, MeshGroup | None, int, MeshGroup | None, int]
-"""How a gradient is reduced: its dtype there, group and number of the shards, group of the
-replicas, and the rows of this rank's shard."""
+"""How to reduce a gradient: dtype, group and number of shards, group of replicas, and the number of
+rows of this rank's shard."""
 
 
 def _reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
@@ -242,15 +243,15 @@ def _reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
 
 @functools.cache
 def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
-    """A subclass of ``cls`` whose parameters are gathered when they are read as attributes.
+    """Create a subclass of ``cls`` that gathers parameters when they are read as attributes.
 
     They stay in ``module._parameters``, which ``named_parameters()``, ``state_dict()`` and
-    optimizers read. Modules of one class share the result, and so the code compiled for one.
+    optimizers read. Modules of one class share the subclass, and so the compiled code.
     """
 
     def read(module: Any, name: str) -> torch.Tensor:
         sharded = module._parameters.get(name)
-        if sharded is None:  # set to None or deleted since: nn.Module knows what to say
+        if sharded is None:  # set to None or deleted; nn.Module handles the error
             raise AttributeError(name)
         full = module._unshards[name](sharded)
         steps: Any = module._modules.get("parametrizations")
@@ -260,8 +261,8 @@ def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
         return full
 
     def fqn_modifiers(module: nn.Module) -> dict[str, str]:
-        # `torch.distributed.checkpoint.state_dict` walks a parameter's name attribute by attribute.
-        # Told of this detour, it ends at the shards and gathers nothing.
+        # `torch.distributed.checkpoint.state_dict` resolves a parameter's name attribute by
+        # attribute. With this detour it ends at the shards and gathers nothing.
         return dict.fromkeys(names, "_sharded_parameters")
 
     members: dict[str, Any] = {name: property(functools.partial(read, name=name)) for name in names}
@@ -273,11 +274,10 @@ def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
 
 
 def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDict:
-    """The attribute that ``torch.nn.utils.parametrize.register_parametrization`` looks for and
-    appends to.
+    """Return the parametrizations of a module, for ``register_parametrization`` to append to.
 
-    It finds each sharded parameter parametrized, by no step yet, and so appends one, which gets the
-    gathered tensor. Only then does this become a part of the module.
+    Every sharded parameter has an entry, even without a parametrization. An appended one gets the
+    gathered tensor. The entries become a part of the module with the first one appended.
     """
     found = nn.ModuleDict(module._modules.get("parametrizations"))  # type: ignore[arg-type]
     for name in names:
@@ -287,23 +287,25 @@ def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDic
 
 
 class _Steps(nn.ModuleList):
-    """The parametrizations of a sharded parameter; ``keep`` is called before one is added."""
+    """The parametrizations of a sharded parameter; calls ``keep`` before one is added."""
 
-    unsafe = True  # what is gathered has another dtype and shape than the shard
+    unsafe = True  # the gathered parameter has another dtype and shape than the shard
 
     def __init__(self, keep: Callable[[], object]) -> None:
         super().__init__()
         self.keep = keep
 
     def append(self, module: nn.Module) -> Self:
-        """Run ``module`` on what is gathered, after those that were added before."""
+        """Run ``module`` on the gathered parameter, after earlier parametrizations."""
         self.keep()
         return super().append(module)
 
 
 class _Gather(torch.autograd.Function):
-    """The full parameter, gathered by an :class:`_Unshard` or given; its gradient is reduced, or
-    handed on to ``unreduced`` as it is."""
+    """Gathers the full parameter, or returns a given one.
+
+    Backward reduces its gradient, or passes it on to ``unreduced`` as it is.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -333,16 +335,15 @@ class _Gather(torch.autograd.Function):
 def attach(
     shard: torch.Tensor, unreduced: torch.Tensor | None, reduction: _Reduction, full: torch.Tensor
 ) -> torch.Tensor:
-    """``full`` as what was gathered of ``shard``, whose gradient is reduced by ``reduction``.
-
-    A node of Dynamo's graph, which would have the gradient be of the parameter's class and dtype.
-    """
+    """Connect ``full``, which was gathered from ``shard``, to it: backward reduces the gradient."""
+    # Dynamo does not trace into this. It would require the parameter's class and dtype of the
+    # gradient.
     found: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full)
     return found
 
 
 class _ReduceLate(torch.autograd.Function):
-    """Zero; the gradient of the shard is what ``total`` reduces to."""
+    """Returns zero; backward gives the shard the reduced ``total`` as gradient."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -360,8 +361,9 @@ class _ReduceLate(torch.autograd.Function):
 
 
 class ReduceOnce:
-    """Reduces the gradients of several backwards once: gradient accumulation without reductions
-    between microbatches, as eager FSDP2 does with ``set_requires_gradient_sync(False)``.
+    """Reduces the gradients of several backwards once, for gradient accumulation.
+
+    Eager FSDP2 does so with ``set_requires_gradient_sync(False)``::
 
         reduce_once = ReduceOnce(model, backend("aot_eager", recipe(model), model=model))
         with reduce_once:
@@ -369,25 +371,25 @@ class ReduceOnce:
                 compiled(batch).backward()
         optimizer.step()
 
-    Inside of it, gradients of the full parameters add up on every rank, in the dtype in which they
-    are reduced; at its end they are reduced, in the buckets of ``backend``, and added to the
-    parameters' ``grad``. That costs one full gradient of every parameter in memory (4 bytes each
-    with float32), saves all reductions but one, and overlaps these with no computation.
+    In the block, every rank adds the gradients of the full parameters in the dtype of the
+    reductions. At its end they are reduced, in the buckets of ``backend``, and added to the
+    parameters' ``grad``. This takes one full gradient of every parameter in memory (4 bytes per
+    element with float32) and saves all reductions but one, which does not overlap with compute.
 
-    What is run inside is compiled for itself, once. Bits are eager FSDP2's, but where a parameter
-    that is read several times in one forward is reduced in another dtype than it is gathered in:
-    eager adds its uses in the one and its microbatches in the other.
+    Code in the block is compiled separately, once. Bits are eager FSDP2's, except for a parameter
+    that one forward reads several times, with a reduce dtype that is not the gathered one: eager
+    adds its uses in one dtype and its microbatches in the other.
 
     Args:
         model: sharded by :func:`data_parallel`.
-        backend: compiles the reductions, and the gathers that are made once; None runs them one by
-            one. With buckets it needs ``model=``, by which the parameters are told apart.
-        gather_once: gather every parameter on entering, not in each microbatch, as eager FSDP2 does
-            with ``set_reshard_after_backward(False)``, for one full copy of every parameter until
-            it is left. What was written to the parameters inside is not seen inside.
+        backend: compiles the reductions, and the gathers with ``gather_once``; None runs them one
+            by one. With buckets it needs ``model=`` to identify the parameters.
+        gather_once: gather every parameter on entering, not in each microbatch, like eager FSDP2's
+            ``set_reshard_after_backward(False)``. Takes a full copy of every parameter until the
+            end of the block, and later writes to parameters are not visible in it.
 
     Raises:
-        ValueError: ``model`` is not sharded by :func:`data_parallel`.
+        ValueError: :func:`data_parallel` did not shard ``model``.
     """
 
     def __init__(
@@ -436,7 +438,7 @@ class ReduceOnce:
         for unshards in self._of.values():
             for unshard in unshards:
                 unshard.unreduced = unshard.full = None
-        if kind is not None:  # a step that failed leaves no gradients behind
+        if kind is not None:  # a failed step leaves no gradients
             return
         pairs = zip(self._trained, totals, strict=True)
         used = [(self._of[p][0], p, total) for p, total in pairs if total is not None]

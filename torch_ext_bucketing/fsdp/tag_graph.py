@@ -1,10 +1,10 @@
-"""Finds the parameters that each collective of a joint graph serves.
+"""Find the parameters that each collective of a joint graph serves.
 
-Tags (:mod:`.tags`) are made on the joint forward+backward graph, the only place where AOTAutograd's
-descriptors say which placeholder is which parameter and which output is whose gradient::
+Tags (:mod:`.tags`) are set on the joint forward+backward graph, the only one where AOTAutograd's
+descriptors identify the parameters among the inputs and their gradients among the outputs::
 
     w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)
-    w -> abs -> max -> all_reduce -> ... -> mul(w, ...) -> view -> all_gather_into_tensor      too
+    w -> abs -> max -> all_reduce -> ... -> mul(w, ...) -> all_gather_into_tensor      the same
     cat(w1, w2) -> all_gather_into_tensor                          all_gather of (w1, w2)
     relu(...) -> all_gather_into_tensor                            not tagged: an activation
 
@@ -32,8 +32,8 @@ from .chains import union
 
 _aten = torch.ops.aten
 
-# What may stand between a reduction and the gradient in addition: a parameter that is used twice
-# has the sum of two reductions as gradient, and a divide factor may follow the reduction.
+# Operators that may stand between a reduction and the gradient, beside moves and scaling: the
+# gradient of a parameter that is used twice is the sum of two reductions.
 _ACCUMULATES = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.slice_backward.default})
 
 
@@ -46,28 +46,28 @@ def tag_joint_graph(
     *,
     grad_fqns: Sequence[str | None] | None = None,
 ) -> dict[fx.Node, Tag]:
-    """Tag every collective of ``gm`` that serves parameters. One pass forward and one back.
+    """Tag every collective that serves parameters, in one pass forward and one back.
 
     Args:
-        gm: a joint or inference graph, or that of a whole step. Existing tags are kept.
-        fqn_of: names a parameter input: called with what identifies it, an ``AOTInput`` where the
-            placeholders carry descriptors and the placeholder node otherwise, or a mapping from
-            the graph input's index (``PlainAOTInput.idx``) to the FQN. It returns None for inputs
-            that are no parameters. ``ParamAOTInput`` needs none: its target is the FQN.
-        grad_fqns: for graphs without descriptors: whose gradient each flattened output is.
+        gm: a joint or inference graph, or a graph of a whole step. Existing tags are kept.
+        fqn_of: maps a parameter input to its FQN, and other inputs to None: a function of the
+            input's ``AOTInput``, or of the placeholder in graphs without descriptors, or a mapping
+            from the input's index (``PlainAOTInput.idx``). ``ParamAOTInput`` has the FQN itself.
+        grad_fqns: for graphs without descriptors: per flattened output, the FQN of the parameter
+            whose gradient it is, or None.
 
     Returns:
-        The collectives that carry a tag, in graph order.
+        The collectives with a tag, in graph order.
 
     Raises:
-        TypeError: ``fqn_of`` or ``grad_fqns`` gives something else than names and None.
-        ValueError: the output's descriptors, or ``grad_fqns``, don't match its flattened values in
-            number. The graph is untouched then.
+        TypeError: ``fqn_of`` or ``grad_fqns`` has values other than strings and None.
+        ValueError: the number of descriptors, or of ``grad_fqns``, is not that of the flattened
+            outputs. The graph is unchanged then.
     """
     graph = graph_of(gm)
     nodes = list(graph.nodes)
     inputs = {n: _name_of(n, fqn_of) for n in nodes if n.op == "placeholder"}
-    behind = _parameters_behind(nodes, inputs)
+    gathered = _parameters_of_nodes(nodes, inputs)
     ahead = _gradients_ahead(nodes, inputs, _gradient_outputs(nodes, fqn_of, grad_fqns))
 
     tags: dict[fx.Node, Tag] = {}
@@ -78,7 +78,7 @@ def tag_joint_graph(
         if tag is None:
             fqns: Iterable[str] = ahead.get(node, ())
             if kind == "all_gather":
-                fqns = union(behind, node.all_input_nodes[:1])
+                fqns = union(gathered, node.all_input_nodes[:1])
             tag = Tag(kind, tuple(fqns)) if fqns else None
         if tag is not None:
             tags[node] = tag
@@ -89,7 +89,7 @@ def tag_joint_graph(
 
 
 def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
-    """The FQN of a parameter's placeholder, or of its ``AOTInput``; None for other inputs."""
+    """Return the FQN of a parameter's placeholder or ``AOTInput``; None for other inputs."""
     desc = what.meta.get("desc") if isinstance(what, fx.Node) else what
     if desc is not None:
         what = _descriptors.base_input(desc)
@@ -104,29 +104,31 @@ def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
     return None if name is None else canonical_fqn(name)
 
 
-def _parameters_behind(
+def _parameters_of_nodes(
     nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, str | None]
 ) -> dict[fx.Node, dict[str, None]]:
-    """Map nodes to the parameters that they are a mere rearrangement of, in order of appearance: a
-    constant to none. Others, as activations, are not in it."""
-    behind: dict[fx.Node, dict[str, None]] = {
+    """Map nodes that only rearrange parameters to these, in order of appearance.
+
+    Constants map to none. Activations are left out.
+    """
+    found: dict[fx.Node, dict[str, None]] = {
         node: {fqn: None} for node, fqn in inputs.items() if fqn is not None
     }
     gathered: set[fx.Node] = set()
     for node in nodes:
         args = node.all_input_nodes
         if node.target in CONSTANTS:
-            behind[node] = {}
-        elif node.op == "call_function" and all(arg in behind for arg in args):
-            fqns = union(behind, args)
-            # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
+            found[node] = {}
+        elif node.op == "call_function" and all(arg in found for arg in args):
+            fqns = union(found, args)
+            # A parameter that is sharded over two mesh dimensions is gathered twice.
             if kind_of(node) == "all_gather" or not gathered.isdisjoint(args):
                 gathered.add(node)
-            # What is computed from one shard alone is that parameter in another form: 8-bit data.
+            # All-gather extensions compute 8-bit data and scales from one shard.
             one_shard = len(fqns) == 1 and node not in gathered
             if is_move(node) or kind_of(node) == "all_gather" or one_shard:
-                behind[node] = fqns
-    return behind
+                found[node] = fqns
+    return found
 
 
 def _gradients_ahead(
@@ -134,8 +136,11 @@ def _gradients_ahead(
     inputs: Mapping[fx.Node, str | None],
     outputs: Iterable[tuple[fx.Node, str]],
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Map every node to the parameters whose gradient it becomes, by collectives, moves, sums and
-    scaling alone, in the order of the graph's inputs, as fused weights are gathered."""
+    """Map nodes to the parameters whose gradient they become.
+
+    Only collectives, moves, sums and scaling stand between. Parameters are in the order of the
+    graph's inputs, like the parts of fused weights in a gather.
+    """
     ahead: dict[fx.Node, dict[str, None]] = {}
     for value, fqn in outputs:
         ahead.setdefault(value, {})[fqn] = None
@@ -155,14 +160,14 @@ def _keeps_gradient(user: fx.Node) -> bool:
     if user.op != "call_function":
         return False
     if user.target in SCALES:
-        return len(user.all_input_nodes) == 1  # by a number; a product of tensors is computation
+        return len(user.all_input_nodes) == 1  # scaling by a number, not a product of tensors
     return is_move(user) or kind_of(user) is not None or user.target in _ACCUMULATES
 
 
 def _gradient_outputs(
     nodes: Sequence[fx.Node], fqn_of: FqnOf | None, grad_fqns: Sequence[str | None] | None
 ) -> list[tuple[fx.Node, str]]:
-    """The outputs that are gradients of known parameters."""
+    """List the outputs that are gradients of known parameters, with the FQNs."""
     output = next((n for n in reversed(nodes) if n.op == "output"), None)
     if output is None:
         return []

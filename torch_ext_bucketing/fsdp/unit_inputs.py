@@ -1,18 +1,18 @@
-"""An autograd node of its own for what a unit is called with, as eager FSDP2 has it.
+"""Give each unit's inputs an autograd node, as eager FSDP2 does.
 
-Eager FSDP2 passes the inputs of a unit that need a gradient through a node of its own, to learn
+Eager FSDP2 passes the inputs of a unit that need a gradient through an autograd node, to find out
 when the unit's backward has ended (``FSDPParamGroup._register_post_backward_hook``, torch 2.11 to
-2.15). There the gradients of all uses inside the unit meet before they are added to those of other
-uses. So the gradients of an activation that several units read are added unit by unit::
+2.15). That node sums the gradients of all uses inside the unit before other uses are added. So the
+gradients of an activation that several units read are added unit by unit::
 
     x is read twice by unit a, twice by unit b, and then by r, outside of units
     use by use        (((r + b2) + b1) + a2) + a1
     eager FSDP2       (r + (b2 + b1)) + (a2 + a1)
 
-A view to the same shape is such a node, too, made by a hook before ``forward``, which Dynamo traces
-along with it. Eager FSDP2 has one node for all inputs of a call: where one of them gets a gradient,
-those that the unit does not read get zeros, not None. So a second node joins the views of several
-inputs, an operator that Dynamo takes into the graph as it is.
+Here the node is a view to the same shape, made by a forward pre-hook that Dynamo traces. Eager
+FSDP2 has one node for all inputs of a call: if one input gets a gradient, inputs that the unit does
+not read get zeros, not None. So an operator, which Dynamo puts into the graph as it is, joins the
+views of several inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEY = "unit_input"
 
 
 class _Join(torch.autograd.Function):
-    """Hands on its inputs; in backward all have a gradient, or none."""
+    """Identity; in backward either all inputs have a gradient or none has."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -43,7 +43,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients  # autograd has made zeros of those that are missing
+        return gradients  # autograd has replaced missing ones by zeros
 
 
 _library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
@@ -51,11 +51,13 @@ _library.define("unit_inputs(Tensor[] inputs) -> Tensor[]")
 _library.impl("unit_inputs", lambda inputs: list(_Join.apply(*inputs)), "CompositeImplicitAutograd")
 
 
-def modules_with_nodes(
+def modules_with_input_nodes(
     model: nn.Module, units: Iterable[str | Sequence[str]]
 ) -> dict[str, nn.Module]:
-    """The modules whose inputs get nodes, by FQN: of each unit that holds parameters the first one.
-    That is eager FSDP2's choice where a unit's modules are called in the order of the unit."""
+    """Find the modules whose inputs get nodes, by FQN: the first of each unit with parameters.
+
+    Eager FSDP2 chooses the same one if a unit's modules are called in the order of the unit.
+    """
     held: set[nn.Parameter] = set()
     found = {}
     for names, modules in find_units(model, units):
@@ -66,15 +68,15 @@ def modules_with_nodes(
     return found
 
 
-def give_nodes(modules: Iterable[nn.Module]) -> None:
-    """Have every call of these modules give its inputs nodes of their own, from now on."""
+def register_input_nodes(modules: Iterable[nn.Module]) -> None:
+    """Give the inputs of every future call of these modules autograd nodes."""
     for module in modules:
         if _hook not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_hook, prepend=True, with_kwargs=True)
 
 
 def is_unit_input(node: fx.Node) -> bool:
-    """Whether a node makes a unit's input, or in backward the gradient of one."""
+    """Return whether a node makes a unit's input, or in backward the gradient of one."""
     return _KEY in (node.meta.get("custom") or {})
 
 
@@ -83,8 +85,8 @@ def _hook(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not torch.is_grad_enabled():
         return None
-    # The last first: of a tensor that is given twice, eager adds the first one's gradient first,
-    # and what is made last has its gradient first.
+    # In reverse: eager adds the first gradient of a repeated tensor first, and autograd computes
+    # the gradient of the last view first.
     with annotate({_KEY: True}):
         made = [tensor.view_as(tensor) for tensor in reversed(_tensors((args, kwargs)))]
         if len(made) > 1:
@@ -93,7 +95,7 @@ def _hook(
 
 
 def _items(value: Any) -> list[Any]:
-    """What eager FSDP2 looks into (``collect_grad_tensors``; ``tree_flatten`` in 2.11)."""
+    """List a container's items, like FSDP2 (``collect_grad_tensors``; ``tree_flatten`` in 2.11)."""
     if _is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, dict):
@@ -108,14 +110,14 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors that need a gradient."""
+    """List the tensors that need a gradient."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
     return [tensor for item in _items(value) for tensor in _tensors(item)]
 
 
 def _replace(value: Any, made: list[torch.Tensor]) -> Any:
-    """Put what is ``made``, the first one at its end, in the place of :func:`_tensors`."""
+    """Replace :func:`_tensors` by ``made``, which is in reverse order."""
     if not _tensors(value):
         return value
     if isinstance(value, torch.Tensor):
@@ -129,7 +131,7 @@ def _replace(value: Any, made: list[torch.Tensor]) -> Any:
         return dataclasses.replace(value, **changes)
     if isinstance(value, dict):
         changed = dict(zip(value.keys(), new, strict=True))
-        if isinstance(value, defaultdict):  # at which eager FSDP2 fails, from 2.12 on
+        if isinstance(value, defaultdict):  # eager FSDP2 fails with one, from 2.12 on
             return cls(value.default_factory, changed)
         return cls(changed)
     if hasattr(value, "_fields"):

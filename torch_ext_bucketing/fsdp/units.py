@@ -1,7 +1,7 @@
-"""Units, what eager FSDP2 packs together by one ``fully_shard`` call: which parameter is in which.
+"""Represent units: the parameters that eager FSDP2 packs together per ``fully_shard`` call.
 
-:class:`.FSDPParamOrder` is units of parameters in eager FSDP2's order, and :class:`UnitSpec` units
-of modules, as a person writes them or as they are found in a model.
+:class:`UnitSpec` holds units of modules, :class:`.FSDPParamOrder` units of parameters in eager
+FSDP2's order.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_nam
 
 @dataclass(frozen=True, repr=False)
 class Units:
-    """Units as names, a hashable, picklable value; iterating gives them.
+    """Units as names: hashable and picklable. Iterating yields the units.
 
     Args:
         units: per unit the FQNs of parameters or modules, or one FQN. A module's name covers the
-            parameters below it that no longer name covers, if any; ``""`` is the root. Wrappers'
+            parameters below it, unless a longer name covers them; ``""`` is the root. Wrappers'
             names in FQNs are dropped.
         aliases: ``(other FQN, FQN in units)`` of shared parameters.
 
     Raises:
-        TypeError: the units are a string or no sequence, or a name is no string.
+        TypeError: the units are not a list of names or of lists of names.
         ValueError: one name in two units.
     """
 
@@ -50,7 +50,7 @@ class Units:
 
     @classmethod
     def of(cls, given: Units | Iterable[Sequence[str]]) -> Units:
-        """``given`` itself if it is one, such as an order, else the units that it lists."""
+        """Return ``given`` as units; an order stays as it is."""
         return given if isinstance(given, Units) else cls(given)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
@@ -60,11 +60,11 @@ class Units:
         return str([list(unit) for unit in self.units])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what was looked up: caches may compare pickles.
+        # Without cached properties, since caches may compare pickles.
         return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.compare)
 
     def place_of(self, fqn: str) -> tuple[int, int] | None:
-        """A parameter's unit, and the place in it of the name that covers it; None without one."""
+        """Return a parameter's unit, and the place of its name in it; None without a unit."""
         name = canonical_fqn(fqn)
         places, aliases = self._tables
         name = aliases.get(name, name)
@@ -75,7 +75,7 @@ class Units:
         return places[name]
 
     def unit_of(self, fqn: str) -> int | None:
-        """The number of a parameter's unit, or None."""
+        """Return the index of a parameter's unit, or None."""
         place = self.place_of(fqn)
         return None if place is None else place[0]
 
@@ -86,7 +86,7 @@ class Units:
 
 
 def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Units, each a list of names or one name, as canonical names; ``what`` in TypeErrors."""
+    """Convert units, each a list of names or one name, to canonical names; errors name ``what``."""
     if isinstance(units, str) or not isinstance(units, Iterable):
         given = f"the string {units!r}" if isinstance(units, str) else repr(units)
         raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {given}")
@@ -100,11 +100,10 @@ def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...],
 
 @dataclass(frozen=True, repr=False)
 class UnitSpec(Units):
-    """Units of modules, in the order of ``fully_shard`` calls, each in the order in which
-    ``fully_shard([...])`` would get them. It can be passed wherever a list of units is taken.
+    """Units of modules, in the order of the ``fully_shard`` calls.
 
     Raises:
-        TypeError, ValueError: as of :class:`Units`; no units, or an empty unit.
+        TypeError, ValueError: see :class:`Units`; also no units, or an empty unit.
     """
 
     def __post_init__(self) -> None:
@@ -115,10 +114,10 @@ class UnitSpec(Units):
         return f"manual_plan({abbreviated(self.units)}, model)"
 
     def uncovered(self, model: nn.Module) -> tuple[str, ...]:
-        """FQNs of the parameters of ``model`` that no unit holds, in ``named_parameters()`` order.
+        """List the FQNs of parameters outside all units, in ``named_parameters()`` order.
 
         Raises:
-            ValueError: as of :func:`find_units`.
+            ValueError: see :func:`find_units`.
         """
         held = {
             parameter
@@ -132,7 +131,8 @@ class UnitSpec(Units):
 def _check_not_empty(units: Sequence[Sequence[str]]) -> None:
     if not units:
         raise ValueError(
-            'there are no units: name the modules of each fully_shard() call ("" for the model)'
+            "the list of units is empty: name the modules of each fully_shard() call "
+            '("" for the model)'
         )
     for index, unit in enumerate(units):
         if not unit:
@@ -142,11 +142,12 @@ def _check_not_empty(units: Sequence[Sequence[str]]) -> None:
 def find_units(
     model: nn.Module, units: Iterable[Sequence[str]]
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
-    """Each unit's names and its modules, in the order of the ``fully_shard`` calls.
+    """Yield each unit's names and modules, in the order of the ``fully_shard`` calls.
 
     Raises:
-        TypeError: ``units`` is a string, or a name is none.
-        ValueError: no units, an empty one, an unknown name, a module twice or in an earlier unit.
+        TypeError: see :class:`Units`.
+        ValueError: no units, an empty unit, an unknown name, or a module that is listed twice or
+            lies in an earlier unit.
     """
     known = canonical_modules(model)
     unit_of: dict[nn.Module, str] = {}
@@ -160,8 +161,6 @@ def find_units(
             if name not in known:
                 raise ValueError(f"units: no module is named {name!r}" + nearest_names(name, known))
             module = known[name]
-            if module in modules:
-                raise ValueError(f"units: module {name!r} is listed twice in one unit")
             if module in unit_of:
                 raise ValueError(
                     f"units: module {name!r} is listed twice, before in unit {unit_of[module]!r}"
@@ -173,7 +172,7 @@ def find_units(
                     "fully_shard"
                 )
             modules.append(module)
-        unit_of.update(dict.fromkeys(modules, label))
+            unit_of[module] = label
         for module in modules:
             for below in module.modules():
                 inside.setdefault(below, label)
@@ -181,7 +180,7 @@ def find_units(
 
 
 def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpec:
-    """Units with parameters in the model, to which parameters' names are relative from now on."""
+    """Check that all units have parameters, and make parameters' names relative to ``model``."""
     found = list(find_units(model, units))
     for unit, modules in found:
         if not any(map(has_parameters, modules)):
@@ -191,14 +190,14 @@ def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpe
 
 
 def abbreviated(units: Iterable[Sequence[str]]) -> list[str]:
-    """Units as entries for :func:`manual_plan`, those with consecutive numbers as one entry.
+    """Write units as entries for :func:`manual_plan`, consecutive numbers as one entry.
 
     >>> abbreviated([("emb",), ("layers.0",), ("layers.1",), ("norm", "head")])
     ['emb', 'layers.[0-1]', 'norm+head']
     """
 
     def run_of(item: tuple[int, Sequence[str]]) -> tuple[Any, ...]:
-        """Equal for units next to each other in a run: head, tail, number less place."""
+        """Return a key that is equal for neighbors in a run: head, tail, number minus place."""
         place, unit = item
         match = _NUMBERED.fullmatch(unit[0]) if len(unit) == 1 else None
         return (match[1], match[3], int(match[2]) - place) if match else (place,)

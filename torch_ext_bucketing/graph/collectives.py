@@ -1,7 +1,7 @@
-"""Every fact about one node of a graph: a collective, a wait, a view, compute; its group and bytes.
+"""Classify single nodes: collectives, waits, views, compute; read a collective's group and bytes.
 
-Nothing here looks at a node's neighbours but a wait's start and a collective's input, and nothing
-knows of tags (:mod:`.graph.tags`) or of dependencies (:mod:`.graph.dependencies`).
+Only a wait's start and a collective's input are read beside the node itself. Tags are in
+:mod:`.graph.tags`, dependencies in :mod:`.graph.dependencies`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FSDP_KINDS: tuple[Kind, ...] = KINDS[:2]
 _c10d = torch.ops._c10d_functional
 
 
-class Collective(NamedTuple):
+class CollectiveType(NamedTuple):
     """One kind of collective: its operators, the bytes that it moves, its names.
 
     Args:
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 COLLECTIVES = {
-    "all_gather": Collective(
+    "all_gather": CollectiveType(
         "AG",
         (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default),
         lambda ranks, part: (ranks,),
@@ -63,7 +63,7 @@ COLLECTIVES = {
         rounds=1,
         launches=("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"),
     ),
-    "reduce_scatter": Collective(
+    "reduce_scatter": CollectiveType(
         "RS",
         (_c10d.reduce_scatter_tensor.default,),
         lambda ranks, part: ("sum", ranks),
@@ -72,7 +72,7 @@ COLLECTIVES = {
         rounds=1,
         launches=("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_"),
     ),
-    "all_reduce": Collective(
+    "all_reduce": CollectiveType(
         "AR",
         (_c10d.all_reduce.default, _c10d.all_reduce_.default),
         lambda ranks, part: ("sum",),
@@ -82,7 +82,7 @@ COLLECTIVES = {
         launches=("c10d::allreduce_", "c10d::allreduce_coalesced_"),
         input_at=0,
     ),
-    "all_to_all": Collective(
+    "all_to_all": CollectiveType(
         "A2A",
         (_c10d.all_to_all_single.default,),
         lambda ranks, part: ([part] * ranks, [part] * ranks),
@@ -99,7 +99,7 @@ _MERGED_KIND_OF_TARGET: dict[Any, Kind] = {t: k for k in KINDS for t in COLLECTI
 
 
 def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
-    """``kinds`` in the order of :data:`KINDS`, each once; a ValueError for what is no kind."""
+    """Return ``kinds`` in the order of :data:`KINDS`, each once; raise a ValueError for others."""
     if isinstance(kinds, str) or any(k not in KINDS for k in kinds):
         raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
     return tuple(k for k in KINDS if k in kinds)
@@ -133,7 +133,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def started_by(wait: fx.Node) -> fx.Node | None:
-    """The collective that ``wait`` waits for; None if ``wait`` is no wait of one."""
+    """Return the collective that ``wait`` waits for; None for other nodes."""
     start = next(iter(wait.all_input_nodes), None) if is_wait(wait) else None
     return start if start is not None and is_collective(start) else None
 
@@ -155,17 +155,17 @@ _ASSERTIONS = frozenset(
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Whether ``node`` only checks its inputs, or tells the compiler something about them."""
+    """Return whether ``node`` only checks its inputs, or gives the compiler facts about them."""
     return node.op == "call_function" and node.target in _ASSERTIONS
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether ``node`` gives a number, such as a size, that is not known when the graph is made."""
+    """Return whether ``node`` computes a number, such as a size, unknown at compile time."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _gives_a_size(target: Any) -> bool:
-    """Whether it is ``torch.sym_sum``, ``aten.sym_size`` or the like: the CPU knows the result."""
+    """Return whether an operator, such as ``aten.sym_size``, computes a number on the CPU."""
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "aten" and target._opname.startswith("sym_")
     name = getattr(target, "__name__", "").removeprefix("_")
@@ -173,12 +173,12 @@ def _gives_a_size(target: Any) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether ``node`` runs no kernel."""
+    """Return whether ``node`` launches no kernel."""
     target = node.target
     if node.op != "call_function" or target in _COPIES_NOTHING:
         return True
     if is_assertion(node):
-        return "_assert_async" not in str(target)  # which looks at values on the GPU
+        return "_assert_async" not in str(target)  # this one runs a kernel that reads the values
     if _gives_a_size(target):
         return True
     if isinstance(target, torch._ops.OpOverload):
@@ -187,8 +187,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether ``node`` is a matrix product, an attention or a convolution: what torch counts
-    floating point operations of, and the products of a mixture's experts."""
+    """Return whether ``node`` is a matrix product, an attention or a convolution.
+
+    These are the operators with a FLOP count in torch, and the grouped products of experts.
+    """
     from torch.utils.flop_counter import flop_registry
 
     target: Any = node.target
@@ -200,33 +202,34 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def is_grouped_product(node: fx.Node) -> bool:
-    """Whether ``node`` is a mixture's products, ``_grouped_mm`` or one of its scaled forms."""
+    """Return whether ``node`` is ``_grouped_mm`` or one of its scaled forms."""
     name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
     return name.startswith("aten::") and "_grouped_mm" in name
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a node's ``meta["val"]``, in order."""
-    if isinstance(value, torch.Tensor):  # most are, and a pytree takes long to find out
+    """List the tensors of a node's ``meta["val"]``, in order."""
+    if isinstance(value, torch.Tensor):  # the common case, and pytree functions are slow
         return [value]
     return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
 def bucket_key(start: fx.Node) -> tuple[Any, ...]:
-    """What members of one bucket share; the dtype of reductions alone, as gathers move bytes."""
+    """Return what members of one bucket must share."""
     value, kind = start.meta["val"], kind_of(start)
+    # All-gathers of several dtypes merge as bytes.
     dtype = None if kind == "all_gather" else value.dtype
     return (kind, group_name(start), reduce_op(start), dtype, str(value.device))
 
 
 def group_name(start: fx.Node) -> str:
-    """The name of a collective's process group, also where that is a node of the graph."""
+    """Return the name of a collective's process group, which may be a node of the graph."""
     name = argument(start, "group_name")
     return str(name if isinstance(name, str) else name.meta["val"].group_name)
 
 
 def set_group_name(start: fx.Node, name: str) -> None:
-    """Let a collective run on another process group of the same ranks."""
+    """Move a collective to another process group with the same ranks."""
     if "group_name" in start.kwargs:
         start.update_kwarg("group_name", name)
     else:
@@ -234,7 +237,7 @@ def set_group_name(start: fx.Node, name: str) -> None:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument of that name in a call of an operator; None where there is none."""
+    """Return an argument of an operator's call by name; None without one."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -246,8 +249,10 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def collective_group(node: fx.Node) -> str | None:
-    """The name of the process group of any functional collective, those included that are never
-    bucketed; None for other nodes, and where the group is a node of the graph."""
+    """Return the name of the process group of any functional collective.
+
+    None for other nodes, and if the group is a node of the graph.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
         return None
@@ -256,19 +261,19 @@ def collective_group(node: fx.Node) -> str | None:
 
 
 def group_size(start: fx.Node) -> int:
-    """Number of ranks in a collective's process group."""
+    """Return the number of ranks in a collective's process group."""
     given = argument(start, "group_size")
     return int(group_by_name(group_name(start)).size() if given is None else given)
 
 
 def reduce_op(start: fx.Node) -> str | None:
-    """``"avg"``, ``"sum"``, ...; None for a gather."""
+    """Return ``"avg"``, ``"sum"``, ...; None for an all-gather."""
     op = argument(start, "reduce_op")
     return None if op is None else str(op)
 
 
 def wire_bytes(start: fx.Node) -> int:
-    """Bytes that count against a byte cap: of the larger of input and output."""
+    """Return the bytes that count against a byte cap: those of the larger of input and output."""
     return max(
         size_hint(node.meta["val"].numel(), f"collective bucket {what} size")
         * node.meta["val"].element_size()
@@ -277,7 +282,7 @@ def wire_bytes(start: fx.Node) -> int:
 
 
 def sent_as_bytes(start: fx.Node) -> torch.dtype | None:
-    """The dtype of values of a byte each that a collective sends as ``uint8``; None: of none."""
+    """Return the 8-bit dtype of values that a collective sends as ``uint8``; None otherwise."""
     node: Any = start.all_input_nodes[0]
     while isinstance(node, fx.Node) and (
         is_view(node) or node.target is torch.ops.aten.clone.default
@@ -290,17 +295,17 @@ def sent_as_bytes(start: fx.Node) -> torch.dtype | None:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether ``node`` is a ``wait_tensor``."""
+    """Return whether ``node`` is a ``wait_tensor``."""
     return node.op == "call_function" and node.target is _c10d.wait_tensor.default
 
 
 def only_wait(start: fx.Node) -> fx.Node | None:
-    """The wait for a collective; None where it is not the only node that reads the collective."""
+    """Return the wait for a collective if no other node reads it, else None."""
     users = list(start.users)
     return users[0] if len(users) == 1 and is_wait(users[0]) else None
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of a tensor whose sizes are numbers."""
+    """Return the bytes of a tensor whose sizes are numbers."""
     value = node.meta["val"]
     return int(value.numel()) * int(value.element_size())

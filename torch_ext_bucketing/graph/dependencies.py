@@ -120,6 +120,7 @@ class Dependencies(Precedence):
                 elif other is not None and other > at:
                     needs[other][at] = None
                 if is_collective(node):
+                    # A collective reads its input until its wait.
                     waits = (self.index[w] for w in node.users if is_wait(w))
                     needs[at].update(dict.fromkeys(w for w in waits if w < at))
 
@@ -140,6 +141,7 @@ class Dependencies(Precedence):
             if barrier >= 0:
                 needs[i][barrier] = None
             if _is_barrier(node):
+                # The nodes since the last barrier come before this one, and all later ones after.
                 for j in range(barrier + 1, i):
                     needs[i][j] = None
                 barrier = i
@@ -147,6 +149,7 @@ class Dependencies(Precedence):
             chain: Any = None
             if is_collective(node):
                 self.group[i] = group_name(node)
+                # All-to-alls have no kind that buckets merge, and may overtake each other.
                 kind = kind_of(node)
                 chain = kind and (self.group[i], kind)
             elif _draws_random_numbers(node):

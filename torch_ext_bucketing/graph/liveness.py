@@ -29,14 +29,18 @@ _NEVER = 2**62  # uses of a storage that is never freed
 
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Return a test for inputs that are freed at their last use: what forward saved for a backward
-    graph. Tangents are not among them, because autograd holds them in backward."""
+    """Return a test for the inputs that are freed at their last use.
+
+    A backward graph frees what forward saved for it, but not tangents, which autograd holds.
+    """
     return _aot.is_saved if _aot.stage_of(graph) == "backward" else lambda node: False
 
 
 def kept_inputs(graph: fx.Graph, hints: SizeHints) -> dict[str, int]:
-    """Map the name of each input that the caller keeps to its bytes. Memory that several inputs
-    share counts for the first."""
+    """Map the name of each input that the caller keeps to its bytes.
+
+    Memory that several inputs share counts for the first.
+    """
     donated = donated_by_autograd(graph)
     side = shard_side(graph, hints)
     seen: set[int] = set()
@@ -161,8 +165,10 @@ def storages_of(
     donated: Callable[[fx.Node], bool] | None = None,
     external_live_bytes: int = 0,
 ) -> Storages:
-    """Find the storages of a graph with fake tensors in ``meta["val"]``, by the place of its
-    movable nodes. Arguments are those of :class:`.GraphAnalysis`."""
+    """Find the storages of a graph with fake tensors in ``meta["val"]``, by places of nodes.
+
+    Arguments are those of :class:`.GraphAnalysis`.
+    """
     donated = donated or donated_by_autograd(graph)
     found = Storages([], [], [], {}, external_live_bytes)
     ids: dict[Any, int] = {}
@@ -191,8 +197,7 @@ def storages_of(
 def _result_storages(
     node: fx.Node, found: Storages, ids: dict[Any, int], side: ShardSide, hints: SizeHints
 ) -> tuple[int, ...]:
-    """Return the storages of a node's result, and number new ones. ``ids`` has their numbers by
-    the addresses of fake storages."""
+    """Return the storages of a node's result, and number new ones in ``ids``, by address."""
     if is_number(node):
         return ()
     values = _values(node)
@@ -212,9 +217,9 @@ def _result_storages(
 
 
 def _returned_input(node: fx.Node) -> fx.Node | None:
-    """Return the input whose memory the result is, where fake tensors don't show it: results of
-    collectives and waits are copies, and a view's is still a view of what its input was before
-    bucketing."""
+    """Return the input that shares its memory with the result, where fake tensors don't show it."""
+    # Fake results of collectives and waits are copies. A view's is still a view of what its input
+    # was before bucketing.
     start = started_by(node)
     if start is not None:
         return start

@@ -93,8 +93,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
         return ""
     left: dict[str, LeftAlone] = {x.node: x for r in reports for x in (*r.unmerged, *r.ineligible)}
     asked = {kind for report in reports for kind in report.kinds}
-    whys: Counter[str] = Counter()
-    ways: dict[str, None] = {}
+    whys: Counter[tuple[str, str]] = Counter()  # by why, and what to change
     for node in starts:
         kind, alone, way = replaced_kind(node), left.get(node.name), ""
         if isinstance(alone, Unmerged):
@@ -107,16 +106,13 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
             way = "make larger units"
         else:
             why, way = f"no pass buckets {kind}", _NAME_KIND
-        whys[why] += 1
-        if way:
-            ways[way] = None
+        whys[why, way] += 1
     counts = Counter(str(replaced_kind(node)) for node in starts)
-    text = (
-        f"nothing is bucketed in the {reports[0].stage} graph, which has "
-        f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}: "
-        f"{format_names([f'{why} ({n})' for why, n in whys.most_common()], _SHOWN)}."
-    )
-    return text + (f" To change that: {'; '.join(ways)}." if ways else "")
+    has = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    reasons = format_names([f"{why} ({n})" for (why, _), n in whys.most_common()], _SHOWN)
+    ways = "; ".join(dict.fromkeys(way for _, way in whys if way))
+    text = f"nothing is bucketed in the {reports[0].stage} graph, which has {has}: {reasons}."
+    return text + (f" To change that: {ways}." if ways else "")
 
 
 def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
@@ -132,6 +128,12 @@ def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
         f"the {number} {kind} of the {reports[0].stage} graph are not bucketed: no pass buckets "
         "them. Eager FSDP2 packs them like the other reductions of the same parameters. To change "
         f"that: {_NAME_KIND}, or take the passes of recipe()."
+    )
+
+
+def _warn_of_bits(compilation: Compilation, what: str, instead: str) -> None:
+    compilation.warn(
+        f"{what}, so weights do not match eager FSDP2's bit for bit. {instead}", DividedUnitWarning
     )
 
 
@@ -158,12 +160,12 @@ class DividedUnits:
                 here.setdefault(unit, {})[fqn] = None
                 several += [fqn] * (times > 1)
         if several:
-            compilation.warn(
+            _warn_of_bits(
+                compilation,
                 f"{format_names(several)} have several uses in one graph, whose gradients are "
-                "reduced one by one. Eager FSDP2 adds them and reduces once, so their weights do "
-                "not match it bit for bit. Put CombineUses() first among the passes, as recipe() "
-                "does; if it is there, the report names the reason",
-                DividedUnitWarning,
+                "reduced one by one instead of their sum",
+                "Put MatchFSDP2() first among the passes, as recipe() does; if it is there, the "
+                "report names the reason",
             )
         divided = []
         for unit, fqns in here.items():
@@ -175,15 +177,13 @@ class DividedUnits:
             divided += [(there, fqns) for there in elsewhere[-1:]]
         if divided:
             (there, these), more = divided[0], len(divided) - 1
-            compilation.warn(
+            _warn_of_bits(
+                compilation,
                 f"one unit's gradients are reduced in several graphs: {format_names(there)} in an "
                 f"earlier one, {format_names(these)} in this one"
-                + (f"; and so are those of {more} more unit(s)" if more else "")
-                + ". A step that runs both has two payloads. Eager FSDP2 has one, so its weights "
-                "do not match bit for bit. Remove the graph break between them (torch.compile(..., "
-                "fullgraph=True) reports it), or make each side's parameters a unit of its own, "
-                "in eager FSDP2 as well",
-                DividedUnitWarning,
+                + (f" (and {more} more unit(s))" if more else ""),
+                "Remove the graph break between them (torch.compile(..., fullgraph=True) reports "
+                "it), or make each side's parameters a unit, in eager FSDP2 as well",
             )
 
 
@@ -289,13 +289,12 @@ class RunWatch:
         if len(own) < len(parameters) or own == planned:
             return
         if self._packing(own, members) != self._packing(planned, members):
-            self._compilation.warn(
-                f"{format_names(own)} are reduced by the graph that was compiled for "
-                f"{self._names}, and are packed like those, but their units differ. Their weights "
-                "do not match eager FSDP2's bit for bit. Modules of one class share a compiled "
-                "graph: give them equal units, in eager FSDP2 as well, or compile each with a "
-                "backend(...) of its own",
-                DividedUnitWarning,
+            _warn_of_bits(
+                self._compilation,
+                f"{format_names(own)} run the graph that was compiled for {self._names}, and are "
+                "packed like those, but their units differ",
+                "Modules of one class share a graph: give them equal units, in eager FSDP2 as "
+                "well, or compile each with a backend(...) of its own",
             )
 
     def _packing(
@@ -333,12 +332,11 @@ class RunWatch:
             if known.warned or name not in rest:
                 return
             known.warned = True
-            self._compilation.warn(
-                f"{format_names(sorted(rest))} are in no compiled graph: the gradient of {name} "
-                "was reduced alone. Eager FSDP2 packs its unit into one payload, so its weights "
-                "do not match bit for bit. Compile what uses them with the same backend, for "
-                "example the whole model, or make each a unit, in eager FSDP2 as well",
-                DividedUnitWarning,
+            _warn_of_bits(
+                self._compilation,
+                f"{format_names(sorted(rest))} are in no compiled graph, and the gradient of "
+                f"{name} was reduced without its unit",
+                "Compile the whole model, or make each a unit, in eager FSDP2 as well",
             )
 
         handle = parameter.register_post_accumulate_grad_hook(reduced)
@@ -350,13 +348,11 @@ class RunWatch:
             backward = current_backward()
             if mine.backward == backward:
                 mine.number = _BACKWARDS
-                self._compilation.warn(
+                _warn_of_bits(
+                    self._compilation,
                     f"the graph that was compiled for {self._names} ran twice with the same "
-                    "parameters in one step, and reduced their gradients twice. Eager FSDP2 adds "
-                    "them and reduces once, so their weights do not match bit for bit. Compile "
-                    "the caller of both, for example the whole model, with CombineUses() among "
-                    "the passes, as recipe() does",
-                    DividedUnitWarning,
+                    "parameters in one step, and reduced their gradients twice",
+                    "Compile the whole model, with MatchFSDP2() first among the passes",
                 )
             mine.backward = backward
 

@@ -19,7 +19,7 @@ from .._torch import descriptors
 from .._torch.dynamo_inputs import module_path
 from ..errors import AddedByGraphWarning
 from ..fqns import format_names
-from ..fsdp.unit_inputs import give_nodes, is_unit_input, modules_with_nodes
+from ..fsdp.unit_inputs import is_unit_input, modules_with_input_nodes, register_input_nodes
 from ..fsdp.units import UnitSpec
 from ..graph.moves import keeps_values
 from ..graph.unwrap import GraphLike, graph_of
@@ -106,12 +106,12 @@ class AddByUnit(GraphPass):
 
     def __post_init__(self, model: nn.Module) -> None:
         units = UnitSpec(tuple(self.units))  # type: ignore[arg-type]
-        self._modules.update(modules_with_nodes(model, units))
+        self._modules.update(modules_with_input_nodes(model, units))
         self._set(units=units, _units=units, _names=tuple(self._modules))
 
     def install(self) -> None:
         """Put the hooks on the units' modules."""
-        give_nodes(self._modules.values())
+        register_input_nodes(self._modules.values())
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)

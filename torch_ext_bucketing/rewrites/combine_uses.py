@@ -222,6 +222,7 @@ def _same_gathers(
         before = {bisect(written_at, position[n]) for n in (*source.inside, start)}
         epoch = before.pop() if len(before) == 1 else -1 - position[start]
         epochs.setdefault(source.node, {})[epoch] = None
+        # In a trace of a whole step, backward gathers again to free memory in between.
         dtype, again = start.meta["val"].dtype, in_backward(start)
         key = (structure, group_name(start), group_size(start), dtype, epoch, again)
         groups.setdefault(key, []).append(start)
@@ -304,6 +305,7 @@ def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree:
     """Find the sum with two or more reductions of a parameter; without one, return an empty sum."""
     for output in facts.graph.find_nodes(op="output"):
         for node in output.all_input_nodes:
+            # The output may be a view or a cast of the sum.
             while not _summands_of(node) and is_linear(node) and len(node.all_input_nodes) == 1:
                 node = node.all_input_nodes[0]
             if not _summands_of(node):
@@ -443,6 +445,7 @@ def _reduce_once(
     """Add the gradients before reducing; return the number of bytes that are not reduced now."""
     summands = [s for cut in cuts.values() for s in _summands(cut.node, position)]
     summands.sort(key=lambda s: s[0])
+    # All other gradients are there before the last one, so its reduction can take the sum.
     kept = max(cuts, key=lambda leaf: position[cuts[leaf].node])
     cut = cuts[kept]
     total = _sum(graph, [node for _, node in summands], tree.adds[0], position)
@@ -471,6 +474,7 @@ def _summands(node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[int, fx
     sum_ = node
     while keeps_values(sum_):
         sum_ = sum_.all_input_nodes[0]
+    # An addition in the model's own code makes one gradient; only autograd's are taken apart.
     if not _summands_of(sum_) or not sum_.meta.get("is_gradient_acc"):
         return [(position[node], node)]
     buffer, new = _summands_of(sum_)

@@ -1,4 +1,4 @@
-"""For testing a model of your own on CPU ranks, bit for bit against eager FSDP2.
+"""Test a model on CPU ranks, bit for bit against eager FSDP2.
 
 ::
 
@@ -34,12 +34,8 @@
             assert ours == eager
 
 The ranks are processes that never outlive the run (``ranks``), in a process group over gloo that
-adds in the order of NCCL's rings (``ring``; ``sums`` has these additions as functions of tensors).
-``payloads`` are compared byte by byte.
-
-:func:`compare` does all of the above for a model that a function returns, and says why weights
-differ: ``comparison`` is its result, ``trial`` the ways to train a model, and ``experiments`` what
-is looked for.
+adds in the order of NCCL's rings (``ring``). :func:`compare` does all of this for the model that a
+function returns, and finds why weights differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m torch_ext_bucketing compare``, and the same from Python: :func:`compare`."""
+"""Run ``python -m torch_ext_bucketing compare``, or :func:`compare` from Python."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .target import TargetError, add_command, add_options, options_of
 
 _DESCRIPTION = """\
 Train a model as eager FSDP2 and compiled with recipe(model), on CPU ranks that this command
-starts, and compare all weights after every step, bit for bit. Where they differ, say why, and what
-to change.
+starts, and compare all weights after every step, bit for bit. If they differ, print the causes and
+what to change.
 
 MODULE:FUNCTION is called without arguments on every rank. It returns (model, inputs) or (model,
 inputs, loss): the model is not sharded; inputs are a tensor, a tuple or a dict, or a callable of
@@ -27,7 +27,7 @@ exit status: 0 if the weights are equal, 1 if not or if a rank failed, 2 for bad
 
 def add_parser(subparsers: Any) -> None:
     """Add ``compare`` to a command's subparsers."""
-    about = "train a model of yours as eager FSDP2 and compiled, and say why weights differ"
+    about = "train your model as eager FSDP2 and compiled, and find why weights differ"
     parser = add_command(
         subparsers, "compare", run, help=about, description=_DESCRIPTION, epilog=_EPILOG
     )
@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare; returns the exit status."""
+    """Compare; return the exit status."""
     found = _compare(options_of(args, Options), sayer())
     print(found.to_text(), end="")
     if args.json is not None:
@@ -50,16 +50,15 @@ def compare(
     progress: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> Comparison:
-    """Train a model as eager FSDP2 and compiled, side by side on CPU ranks, and say why weights
-    differ, if they do.
+    """Train a model as eager FSDP2 and compiled on CPU ranks, and find why weights differ.
 
     Args:
-        build: returns the model and its inputs, see :class:`.Options`.
-        progress: gets a line of text for each thing that is done next.
-        options: the other fields of :class:`.Options`, and its errors.
+        build: returns the model and its inputs; see :class:`.Options`.
+        progress: called with lines of text.
+        options: other fields of :class:`.Options`, which raises its ``ValueError``.
 
     Raises:
-        TargetError: ``build`` is not found or raises, or its result can't be trained.
+        TargetError: ``build`` can't be imported or raises, or its result can't be trained.
         RankError: a rank failed or was too slow.
     """
     return _compare(Options(build, **options), progress)
@@ -87,7 +86,7 @@ def _compare(options: Options, progress: Callable[[str], object]) -> Comparison:
 
 
 def _on_rank(rank: Rank, options: Options) -> Comparison:
-    # Imported by the ranks alone: the command's process never needs torch.
+    # Only ranks import torch.
     from .experiments import compare_on_rank
     from .ring import RingTopology, ring_rank
 

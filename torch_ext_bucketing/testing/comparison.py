@@ -1,4 +1,4 @@
-"""What :func:`.compare` found: data, and its words. No torch in here."""
+"""Hold and format the result of :func:`.compare`, without importing torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..fqns import format_names
 from ..reports.base import Report
-from .target import option
+from .target import check_options, option
 
 if TYPE_CHECKING:
     import torch
@@ -23,28 +23,26 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and how; what is not told below, the options' texts say. Functions travel
-    to the ranks by name: they have to be importable there.
+    """Options of :func:`.compare`. Functions must be importable by name on the ranks.
 
     Args:
         build: a function, or ``"module:function"``. Every rank calls it, seeded by the rank. It
-            returns ``(model, inputs)`` or ``(model, inputs, loss)``: the model before it is
-            sharded, of which all take rank 0's weights; ``inputs``, a tensor, a tuple or a dict of
-            what the model is called with, or a callable of step (from 0) and rank that returns one;
-            ``loss(output, inputs)``, by default the output, or its ``.loss``.
-        passes: of the sharded model; None for :func:`.recipe`'s.
-        units: the modules of each ``fully_shard`` call of the eager training, and of the recipe;
-            None takes :func:`.transformer_block_plan`'s.
-        shard: of the model and the mesh, shards what is compiled, in place; None for
-            :func:`.data_parallel`.
-        nodes: reductions add in the order of NCCL's rings over them.
-        replicas: divides ``ranks``; with more than 1 the mesh has the replicas first.
-        steps: of AdamW. Random numbers of a step (dropout) are the same both ways.
-        param_dtype: as of FSDP2's ``MixedPrecisionPolicy``, or its name, like ``reduce_dtype``;
-            None: each parameter's.
+            returns ``(model, inputs)`` or ``(model, inputs, loss)``. The model is not sharded, and
+            gets rank 0's weights. ``inputs`` are a tensor, a tuple or a dict, or a callable of step
+            (from 0) and rank that returns one. ``loss(output, inputs)`` defaults to the output, or
+            its ``.loss``.
+        passes: passes for the sharded model; None takes those of :func:`.recipe`.
+        units: modules of each ``fully_shard`` call, for the eager training and the recipe; None
+            takes :func:`.transformer_block_plan`.
+        shard: shards the model to compile on a mesh, in place; None takes :func:`.data_parallel`.
+        nodes: reductions add in the order of NCCL's rings over these nodes; divides ``ranks``.
+        replicas: with more than 1, the mesh's first dimension; divides ``ranks``.
+        steps: AdamW steps. Both trainings draw the same random numbers (dropout) in a step.
+        param_dtype: dtype of gathers as in FSDP2's ``MixedPrecisionPolicy``, or its name;
+            ``reduce_dtype`` likewise. None keeps each parameter's dtype.
 
     Raises:
-        ValueError: a value is out of range; the message starts with the option's name.
+        ValueError: a value is out of range. The message begins with the option's name.
     """
 
     build: Callable[[], Any] | str
@@ -63,29 +61,18 @@ class Options:
     timeout_s: float = option(900.0, "limit in seconds for all", "S")
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "nodes", "replicas", "steps", "timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("nodes", "replicas"):
-            if self.ranks % getattr(self, name):
-                raise ValueError(
-                    f"{name} must divide ranks ({self.ranks}) evenly, got {getattr(self, name)}"
-                )
         for name in ("param_dtype", "reduce_dtype"):
             value = getattr(self, name)
             object.__setattr__(self, name, value and str(value).removeprefix("torch."))
-        for name, known in (("backend", Backend), ("param_dtype", Dtype), ("reduce_dtype", Dtype)):
-            value = getattr(self, name)
-            if value not in get_args(known) and (value is not None or name == "backend"):
-                raise ValueError(
-                    f"{name} must be one of {', '.join(get_args(known))}, got {value!r}"
-                )
+        check_options(self)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that, switched alone, changes the gradients of ``parameters``, the first in
-    backward first: its name in a word or two, what was seen, and what to change."""
+    """One thing that alone changes the gradients of ``parameters``, in the order of backward.
+
+    ``found`` is the observation, ``advice`` the change to make.
+    """
 
     name: str
     parameters: tuple[str, ...]
@@ -95,15 +82,15 @@ class Cause:
 
 @dataclass(frozen=True)
 class Comparison(Report):
-    """A model trained by eager FSDP2, and compiled: whether all weights are the same bits after
-    every step, on every rank.
+    """Result of training a model by eager FSDP2 and compiled.
 
     Args:
-        steps: that were asked for.
-        first_step: the first step after which weights differ, from 1; None where none does.
-        parameters: those with another gradient in that step, the first in backward first.
-        causes: in the order in which they are looked for; empty where all is equal.
-        notes: what else to know, such as warnings of the compile.
+        equal: whether all weights have the same bits after every step, on every rank.
+        steps: number of steps requested.
+        first_step: the first step after which weights differ, from 1, or None.
+        parameters: parameters whose gradients differ in that step, in the order of backward.
+        causes: in the order of the experiments; empty if all is equal.
+        notes: such as warnings of the compile.
     """
 
     equal: bool
@@ -114,7 +101,7 @@ class Comparison(Report):
     notes: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        """The verdict, each cause with what to change, and the notes."""
+        """Format the verdict, each cause with its advice, and the notes."""
         if self.equal:
             lines = [f"EQUAL: eager FSDP2's weights after {self.steps} of {self.steps} steps."]
         else:

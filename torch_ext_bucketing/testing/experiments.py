@@ -1,8 +1,8 @@
-"""Why gradients differ: an ordered list of experiments, each of which switches one thing.
+"""Find why gradients differ by experiments that each change one thing.
 
-All take the gradients of one step, from the weights before it. Those of one rank are about the
-model and its compiler: rank 0 does them, with its inputs. Those of all ranks give the passes that
-were compared, one by one, what eager FSDP2 has.
+All compute the gradients of one step from the same weights. Experiments on one rank, rank 0 with
+its inputs, are about the model and its compiler. Experiments on all ranks change the passes, one by
+one, to what eager FSDP2 does.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..passes.base import GraphPass
 from ..passes.bucketing import BucketByUnit
 from ..passes.facts import Buckets, Order, RankOrder
 from ..reports.rewrites import RewriteReport
+from ..rewrites.add_by_unit import AddByUnit
 from ..rewrites.combine_uses import CombineReport, CombineUses
 from ..rewrites.reduce_scatter_first import ReduceScatterFirst, ScatterReport
 from .comparison import Cause, Comparison, Options
@@ -38,14 +39,14 @@ from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
 
 
 def compare_on_rank(rank: Rank, options: Options) -> Comparison:
-    """The comparison, on the ranks of the default group; each of them calls this."""
+    """Compare on the ranks of the default group; every rank calls this."""
     trial, steps = Trial(rank, options), options.steps
     inputs = trial.from_all(hash_of(trial.batch(0)))
     notes: dict[str, None] = {}
     if len(set(inputs)) < rank.world_size:
         notes[
-            "ranks have the same inputs, which hides orders of additions: let inputs be a "
-            "callable of step and rank"
+            "all ranks have the same inputs, which hides the order of additions: pass a callable "
+            "of step and rank as inputs"
         ] = None
     trial.say(f"eager FSDP2: {steps} steps")
     model = trial.wrapped()
@@ -66,14 +67,14 @@ def compare_on_rank(rank: Rank, options: Options) -> Comparison:
 
 @dataclass
 class _Search:
-    """What the experiments share: a trial, whose weights become those before the first step after
-    which weights differ, and the gradients of that step.
+    """The state of the experiments on the first step after which weights differ.
 
     Attributes:
-        ours: gradients with ``passes``, by which ``model`` was compiled by ``compiler``.
-        order: of the parameters in backward.
-        known: gradients of ``_WAYS`` on one rank.
-        failed: experiments that raised, in words.
+        eager: that step's gradients by eager FSDP2.
+        ours: gradients with ``passes``; ``compiler`` compiled ``model`` with them.
+        order: parameters in the order of backward.
+        known: gradients on one rank, by key of ``_WAYS``.
+        failed: descriptions of experiments that raised.
         mended: number of changes of ``passes`` that changed gradients.
     """
 
@@ -92,7 +93,7 @@ class _Search:
         self.passes: Passes = self.trial.passes
 
     def causes(self) -> Iterator[Cause]:
-        """Do all experiments; every rank finds the same."""
+        """Run all experiments; every rank yields the same causes."""
         trial = self.trial
         trial.say("eager FSDP2 once more")
         model = trial.wrapped()
@@ -134,12 +135,12 @@ class _Search:
         return list(order)
 
     def ordered(self, names: Sequence[str]) -> tuple[str, ...]:
-        """In the order of backward, those without a gradient last."""
+        """Sort names in the order of backward, those without a gradient last."""
         place = {name: number for number, name in enumerate(self.order)}
         return tuple(sorted(names, key=lambda name: place.get(name, len(place))))
 
     def on_one(self, way: str, again: bool = False) -> Hashes:
-        """Gradients on this rank alone, in one of ``_WAYS``."""
+        """Compute gradients on this rank alone, in one of ``_WAYS``."""
         if again or way not in self.known:
             self.trial.say(f"one rank: {way}")
             torch.compiler.reset()
@@ -148,7 +149,7 @@ class _Search:
         return self.known[way]
 
     def take(self, passes: Passes) -> tuple[str, ...]:
-        """Change the passes; returns the names of the gradients that this changes on some rank."""
+        """Change the passes; return the names of gradients that this changes on some rank."""
         self.model, self.compiler, run = self.trial.ours(passes, "aot_eager")
         gradients = self.trial.gradients(self.model, run, self.step)
         names = self.trial.differing(self.ours, gradients)
@@ -165,7 +166,7 @@ _WAYS: dict[str, Callable[[nn.Module], Run]] = {
     "AOTAutograd": lambda model: torch.compile(model, backend=backend("aot_eager", agree=False)),
     "Inductor": lambda model: torch.compile(model, backend=backend("inductor", agree=False)),
 }
-"""How far a model goes through the compiler."""
+"""Stages of the compiler that a model runs through."""
 
 
 def _traced(name: str, before: str, after: str, search: _Search) -> Iterator[Cause]:
@@ -195,7 +196,7 @@ def _activations(search: _Search) -> Iterator[Cause]:
         gradients = trial.gradients(model, model, search.step)
         return search.ordered(unlike(search.on_one("eager"), gradients))
 
-    if any(p.name == "AddByUnit" for p in search.passes(search.model)):
+    if any(isinstance(p, AddByUnit) for p in search.passes(search.model)):
         return
     trial.say("one rank: eager FSDP2")
     if names := changed_by(trial.units):
@@ -205,8 +206,10 @@ def _activations(search: _Search) -> Iterator[Cause]:
 
 
 def _first_module(search: _Search, ways: tuple[str, str]) -> str:
-    """The innermost module with other outputs or gradients in the second way, when it is called by
-    itself as it is called first in the model; the first of several."""
+    """Find the first innermost module whose outputs or gradients differ between two ways.
+
+    Each module is called by itself, with the arguments of its first call in the model.
+    """
     calls: dict[str, tuple[nn.Module, Any]] = {}
 
     def note(name: str, module: nn.Module, args: Any, keywords: Any) -> None:
@@ -241,7 +244,7 @@ def _detached(tree: Any) -> Any:
 
 
 def _alone(name: str, module: nn.Module, arguments: Any, way: str) -> str:
-    """A hash of a module's outputs and gradients; empty where it can't be called by itself."""
+    """Hash a module's outputs and gradients; empty if it can't be called by itself."""
     torch.compiler.reset()
     args, keywords = given = _detached(arguments)
     module.zero_grad()
@@ -272,11 +275,11 @@ def _no_collective(search: _Search) -> Iterator[Cause]:
 def _rewritten(
     name: str, rewrite: type[GraphPass], kind: type[RewriteReport], search: _Search
 ) -> Iterator[Cause]:
-    """Whether a rewrite is missing, or left alone some of what it is for."""
+    """Check whether a rewrite is missing, or skipped collectives that it is meant for."""
     if kind is ScatterReport and search.trial.options.replicas == 1:
         return
     passes = search.passes
-    if not any(p.name == rewrite.__name__ for p in passes(search.model)):
+    if not any(isinstance(p, rewrite) for p in passes(search.model)):
         search.trial.say(f"all ranks: with {rewrite.__name__}()")
         if names := search.take(lambda model: [rewrite(), *passes(model)]):
             yield _cause(name, names)
@@ -284,8 +287,7 @@ def _rewritten(
     if left := [x for r in rewrites if isinstance(r, kind) for x in r.left]:
         why = "; ".join(f"{format_names(x.fqns)}: {x.reason}" for x in left)
         names = search.ordered([fqn for x in left for fqn in x.fqns])
-        said = f". {rewrite.__name__}() left alone {why}"
-        yield _cause(name, names, said, "see its reasons")
+        yield _cause(name, names, f". {rewrite.__name__}() skipped {why}", "see its reasons")
 
 
 def _rank_order(search: _Search) -> Iterator[Cause]:
@@ -304,7 +306,7 @@ def _payloads(search: _Search) -> Iterator[Cause]:
 
     def with_eagers(model: nn.Module) -> list[GraphPass]:
         given = [
-            type(p)(model, search.trial.units) if p.name == "AddByUnit" else p  # type: ignore[call-arg]
+            AddByUnit(model, search.trial.units) if isinstance(p, AddByUnit) else p
             for p in passes(model)
         ]
         place = next((n for n, p in enumerate(given) if _gives(p, Buckets, Order)), len(given))
@@ -314,8 +316,8 @@ def _payloads(search: _Search) -> Iterator[Cause]:
     search.trial.say("all ranks: with eager FSDP2's payloads")
     if names := search.take(with_eagers):
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        said = f": {'; '.join(differences[:3])}{more}"
-        yield _cause("payload order" if same_units else "units", names, said)
+        shown = f": {'; '.join(differences[:3])}{more}"
+        yield _cause("payload order" if same_units else "units", names, shown)
 
 
 def _gives(graph_pass: GraphPass, *facts: type) -> bool:
@@ -323,14 +325,13 @@ def _gives(graph_pass: GraphPass, *facts: type) -> bool:
 
 
 def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
-    """Eager FSDP2's order; where reductions carry something else than its own; and whether they
-    carry the same parameters together."""
+    """Return eager FSDP2's order, how reductions differ from it, and whether units are equal."""
     trial = search.trial
     model = trial.wrapped()
     order = FSDPParamOrder.from_fsdp(model)
     own = next(model.parameters()).dtype
     gathered = trial.param_dtype or own
-    # Without a gradient there is nothing to reduce.
+    # Eager FSDP2 reduces no parameter without a gradient.
     units = [[n for n in unit if search.eager.get(n)] for unit in order.reduce_units or order.units]
     eager = fsdp_payloads(
         model,
@@ -341,7 +342,7 @@ def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
         replicas=trial.options.replicas,
     )
     buckets = [b for report in search.compiler.reports for b in report.buckets]
-    # What gathers carry, and in which order, changes no bits.
+    # The order in a gather's payload changes no bits.
     sides = [
         [p for p in payloads if p.kind != "all_gather" and len(p.members) > 1]
         for payloads in (eager, bucket_payloads(buckets))
@@ -367,69 +368,68 @@ _ON_ALL_RANKS: Sequence[_Experiment] = (
 
 
 def _cause(name: str, names: tuple[str, ...], more: str = "", advice: str = "") -> Cause:
-    """A cause in the words of ``_WORDS``, with ``more`` behind what is found."""
+    """Create a cause from ``_WORDS``, with ``more`` appended to the observation."""
     return Cause(name, names, _WORDS[name][0] + more, advice or _WORDS[name][1])
 
 
 _WORDS: dict[str, tuple[str, str]] = {
     "nondeterminism": (
         "eager FSDP2, trained twice from the same weights and inputs, differs from itself",
-        "seed what is random in the model and in its inputs by step and rank (torch's generator "
-        "is), and use deterministic kernels (torch.use_deterministic_algorithms)",
+        "seed random numbers of the model and its inputs by step and rank (torch's generator is), "
+        "and use deterministic kernels (torch.use_deterministic_algorithms)",
     ),
     "Dynamo": (
         'torch.compile(backend="eager") on one rank differs from eager: Dynamo traces another '
         "branch than eager runs",
-        "look there for what asks whether it is being traced or compiled "
-        "(torch.compiler.is_compiling() and the like), and take one branch both times; for "
-        'transformers, attn_implementation="eager" in place of "sdpa"',
+        "look there for torch.compiler.is_compiling() and similar checks, and take the same branch "
+        'both times; for transformers, attn_implementation="eager" in place of "sdpa"',
     ),
     "decompositions": (
-        "AOTAutograd on one rank differs from what Dynamo traced: it takes apart an operator that "
+        "AOTAutograd on one rank differs from what Dynamo traced: it decomposes an operator that "
         "eager runs as one kernel",
-        "write that operator out in elementary ones, as testing.model has RMSNorm",
+        "write that operator in elementary ones, like RMSNorm in testing.model",
     ),
     "Inductor": (
-        "Inductor's fused kernels on one rank keep in float32 what eager rounds in between",
-        "torch._inductor.config.emulate_precision_casts = True where eager's bits are needed, or "
+        "Inductor's fused kernels on one rank keep values in float32 that eager rounds",
+        "set torch._inductor.config.emulate_precision_casts = True if eager's bits are needed, or "
         "compare with aot_eager",
     ),
     "activations": (
-        "fully_shard() on one rank, with no communication, changes gradients: what comes back to "
-        "an activation is added unit by unit, and without units use by use",
-        "add AddByUnit(model, units) to the passes, as recipe() has it",
+        "fully_shard() on one rank changes gradients without communication: it adds an "
+        "activation's gradients unit by unit instead of use by use",
+        "add MatchFSDP2(model, units) to the passes, as recipe() does",
     ),
     "no collective": (
-        "parameters are trained and not sharded: no collective reduces their gradients",
+        "trained parameters are not sharded, so no collective reduces their gradients",
         "shard the whole model, data_parallel(model, mesh)",
     ),
     "uses": (
         "the uses of a parameter are reduced one by one; eager FSDP2 adds their gradients first",
-        "add CombineUses() to the passes, as recipe() has it",
+        "add MatchFSDP2() to the passes, as recipe() does",
     ),
     "hybrid order": (
         "gradients are reduced over the replicas before the shards; eager FSDP2 starts with the "
         "shards",
-        "add ReduceScatterFirst() to the passes, as recipe() has it",
+        "add MatchFSDP2() to the passes, as recipe() does",
     ),
     "rank order": (
-        "gradients are added by all-to-alls in the order of the ranks, by eager FSDP2 over rings",
-        "compare without FixedOrderReduce; to train eager FSDP2 on the same bits, give "
-        "AllToAllReduceScatter() to set_custom_reduce_scatter() of each of its modules",
+        "all-to-alls add gradients in rank order, eager FSDP2 adds over rings",
+        "compare without FixedOrderReduce; to train eager FSDP2 on the same bits, pass "
+        "teb.fsdp.AllToAllReduceScatter() to set_custom_reduce_scatter() of each of its modules",
     ),
     "units": (
-        "reductions carry other parameters together than eager FSDP2's",
+        "reductions group parameters differently than eager FSDP2",
         "recipe(model, units=[...]) with the modules of each fully_shard() call, or "
         "recipe(model, reference=...) with the wrapped model",
     ),
     "payload order": (
-        "reductions carry the parameters of eager FSDP2's in another order",
-        "BucketByUnit(FSDPParamOrder.from_model(model, units=[...])), as recipe() has it",
+        "reductions have eager FSDP2's parameters in another order",
+        "BucketByUnit(FSDPParamOrder.from_model(model, units=[...])), as recipe() does",
     ),
     "unknown": (
-        "with all that the experiments change gradients still differ, and they found nothing on "
-        "one rank, with rank 0's inputs",
+        "gradients still differ after all changes by the experiments, which found nothing on one "
+        "rank with rank 0's inputs",
         "compare with other inputs, and with fewer passes",
     ),
 }
-"""Of each cause what is found, and what to change."""
+"""The observation and the advice of each cause."""

@@ -1,20 +1,13 @@
-"""Gloo without two faults of torch's: the one place that touches what is private of gloo.
+"""Work around two faults of gloo's process group that abort a rank (torch 2.13, 2.15).
 
-Both end a rank with SIGABRT. Seen with torch 2.13.0 alone and, in ring groups, with 2.15.0 as well.
+*A race.* Both threads of a ``ProcessGroupGloo`` write the name of a finished operation to one
+``std::string`` without a lock (``lastCompletedWorkName`` in ``ProcessGroupGloo.cpp``). Two that end
+at once free it twice, in one of three runs of two ranks for 15 seconds. So :func:`make_gloo` makes
+groups with one thread, which runs operations in call order, like a GPU's communication stream.
 
-*Two threads, one string.* A ``ProcessGroupGloo`` has two threads, and each, when its operation is
-done, writes the operation's name to one ``std::string`` of the group and takes no lock
-(``lastCompletedWorkName`` in ``runLoop`` of ``ProcessGroupGloo.cpp``). Two that end at once free
-the string twice: ``malloc(): unaligned tcache chunk detected``, or a segmentation fault, in one of
-three runs of two ranks for 15 seconds. So a group of :func:`make_gloo` has one thread. It does one
-operation at a time, in the order of the calls, as a communication stream of a GPU does.
-
-*The interpreter is gone.* Gloo's thread lets go of an operation's tensors after ``wait`` has
-returned, and needs the interpreter's lock for one that Python has seen. Asked for in a process that
-has begun to end, that ends the thread where C++ allows no such thing: ``terminate called without an
-active exception``, in about one of 200 processes that end right after a collective. So what
-:meth:`~InFlight.run` gave the thread last is waited for when Python ends; what was given earlier is
-done by then, as there is one thread.
+*Exit.* The thread frees an operation's tensors after ``wait`` returned, and needs the interpreter's
+lock if Python has seen them. In a process that exits, that calls ``terminate``, in about one of 200
+processes that end right after a collective. So Python's exit waits for the last operation.
 """
 
 from __future__ import annotations
@@ -33,17 +26,14 @@ from torch import Tensor
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+# Seconds that exit waits for gloo's thread, which takes microseconds unless a peer is gone.
 _EXIT_S = 1.0
-"""How long the end of a process waits for gloo's thread, in seconds. It takes microseconds, or for
-ever: an operation whose peer is gone ends by its own timeout, and Python shall not wait for that.
-"""
 
 
 def make_gloo(
     store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
 ) -> dist.ProcessGroupGloo:
-    """Gloo's backend with one thread, on a store of its own; ``ranks`` are the global ranks in
-    group order."""
+    """Make gloo's backend with one thread; ``ranks`` are global ranks in group order."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1
@@ -53,23 +43,23 @@ def make_gloo(
 
 
 class InFlight:
-    """The tensors that one group's thread was given last."""
+    """The tensors of one group's last operation."""
 
     def __init__(self) -> None:
-        # Weak, so that no buffer lives longer for it: a tensor's Python object lives as long as
-        # C++ has the tensor.
+        # Weak, so that no buffer lives longer. A tensor's Python object lives as long as C++ has
+        # the tensor.
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         _all_in_flight.add(self)
 
     def run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """``call(*args, **kwargs)``, a gloo operation on the tensors among the arguments."""
+        """Start ``call``, a gloo operation on the tensors among its arguments."""
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = (x for x in leaves if isinstance(x, Tensor))
         self._tensors = [(weakref.ref(x), x._use_count()) for x in tensors]
         return call(*args, **kwargs)
 
     def is_done(self) -> bool:
-        """Whether C++ refers to no tensor more often than it did before the call."""
+        """Return whether C++ refers to no tensor more often than before the call."""
         return all(
             (tensor := ref()) is None or tensor._use_count() <= before
             for ref, before in self._tensors
@@ -81,8 +71,8 @@ _all_in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Python may end once nothing is in flight. Sleeping lets gloo's threads have its lock."""
+    """Delay Python's exit until no operation is in flight."""
     deadline = time.monotonic() + _EXIT_S
     for flight in list(_all_in_flight):
         while not flight.is_done() and time.monotonic() < deadline:
-            time.sleep(1e-4)
+            time.sleep(1e-4)  # releases the interpreter's lock

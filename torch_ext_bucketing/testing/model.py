@@ -1,13 +1,10 @@
-"""A LLaMA-style decoder, small enough for CPU ranks and shaped like the real ones: RMSNorm, rotary
-embedding, grouped-query attention and SwiGLU.
+"""Define a LLaMA-style decoder for CPU ranks.
 
-Two modules own a parameter *and* have children, which is where naive parameter orders go wrong:
-:class:`Attention` (a learnable logit scale per query head) and :class:`Block` (a layer scale per
-branch).
+:class:`Attention` (a logit scale per query head) and :class:`Block` (a layer scale per branch) own
+a parameter *and* have children, where naive parameter orders go wrong.
 
-Every operator used here lowers to the same ATen calls, in the same order, whether autograd runs it
-or AOTAutograd traces it, so that ``torch.compile`` with a backend that only replays the graph gives
-eager's bits. That is why RMSNorm is written out.
+Every operator lowers to the same ATen calls in eager and under AOTAutograd, so a backend that
+replays the graph gives eager's bits. Therefore RMSNorm is written out.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a :class:`Transformer`; ``hidden`` is the inner width of the SwiGLU MLP. All are
-    counts of elements."""
+    """Sizes of a :class:`Transformer`, in elements; ``hidden`` is the MLP's inner width."""
 
     vocab: int = 256
     dim: int = 128
@@ -52,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(seq: int, dim: int, theta: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotary embedding, each ``[seq, dim]``, float32; ``dim`` is even."""
+    """Return cosines and sines of the rotary embedding, ``[seq, dim]`` float32, ``dim`` even."""
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     angle = torch.outer(torch.arange(seq, dtype=torch.float32), frequency)
     angle = torch.cat((angle, angle), dim=-1)
@@ -60,7 +56,7 @@ def rotary_tables(seq: int, dim: int, theta: float = 10000.0) -> tuple[torch.Ten
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``x`` ``[batch, heads, seq, head_dim]``; tables ``[seq, head_dim]``."""
+    """Rotate ``x`` ``[batch, heads, seq, head_dim]`` by tables ``[seq, head_dim]``."""
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -163,5 +159,5 @@ class Transformer(nn.Module):
         return self.output(self.norm(x))
 
     def unit_names(self) -> list[str]:
-        """Module names in the order of FSDP2's usual calls: each block, then the root, ``""``."""
+        """Return module names in the order of FSDP2's usual calls: blocks, then the root."""
         return [f"blocks.{i}" for i in range(len(self.blocks))] + [""]

@@ -1,7 +1,6 @@
-"""What lies where in the buffers of a step's collectives. No torch in here.
+"""Compare the payloads of eager FSDP2's collectives with those of compiled graphs.
 
-The payloads of eager FSDP2 (:func:`fsdp_payloads`) and those of compiled graphs
-(:func:`bucket_payloads`) are compared by :func:`layout_differences`.
+torch is not imported here.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Member:
-    """The place of a parameter, or of a tensor that is gathered for it, in a collective's buffer,
-    per rank: ``[offset, offset + nbytes)``."""
+    """Bytes ``[offset, offset + nbytes)`` of a parameter in one rank's part of a buffer."""
 
     fqn: str
     offset: int
@@ -30,14 +28,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Payload:
-    """One collective of the step and what lies in it, in the order of the bytes."""
+    """One collective of the step, its members in payload order."""
 
     kind: str
     members: tuple[Member, ...]
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
-        """Which parameters it is of, in any order."""
+        """Kind and parameters, whatever their order."""
         return self.kind, frozenset(m.fqn for m in self.members)
 
 
@@ -51,18 +49,16 @@ def fsdp_payloads(
     replicas: int = 1,
     gathered: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Payload]:
-    """What eager FSDP2's collectives carry, from its param groups.
+    """Compute the payloads of eager FSDP2's collectives from its param groups.
 
-    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the first
-    rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the ``chunk_cat`` of
-    ``foreach_reduce``); frozen ones are gathered only. HSDP all-reduces the reduce-scatter's output
-    as it is.
+    A rank's part has each parameter's shard, padded to rank 0's rows (``all_gather_copy_in``, and
+    ``chunk_cat`` in ``foreach_reduce``). Frozen parameters are only gathered. HSDP all-reduces the
+    reduce-scatter's output.
 
     Args:
-        model: after ``fully_shard``.
-        order: of its param groups.
+        model: after ``fully_shard``, with the param groups in ``order``.
         shards: ranks that share a parameter, in ``replicas`` groups.
-        gathered: of parameters with gathers of their own, the bytes of each tensor on a rank.
+        gathered: bytes per rank of each tensor that a parameter with an all-gather extension sends.
     """
     from ..fqns import canonical_fqn
 
@@ -90,7 +86,7 @@ def fsdp_payloads(
 
 
 def bucket_payloads(buckets: Iterable[BucketReport]) -> list[Payload]:
-    """What the buckets of compiled graphs carry; uses of one parameter are joined by "+"."""
+    """Convert the buckets of compiled graphs; "+" joins the parameters of one member."""
     return [
         Payload(b.kind, tuple(Member("+".join(m.fqns), m.offset, m.nbytes) for m in b.members))
         for b in buckets
@@ -98,9 +94,11 @@ def bucket_payloads(buckets: Iterable[BucketReport]) -> list[Payload]:
 
 
 def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list[str]:
-    """Where the collectives of ``run`` carry other bytes, or in other places, than eager FSDP2's.
-    Every one must be one of eager's payloads, byte by byte, and every payload of eager's with
-    several members must occur: one alone is in no bucket."""
+    """Describe the payloads in ``run`` that eager FSDP2 does not have, and those missing in it.
+
+    Payloads must be equal byte by byte. One with a single member may be missing: it needs no
+    bucket.
+    """
     known = {p.key: p for p in eager}
     found = []
     for payload in run:
@@ -127,5 +125,5 @@ def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list
 
 
 def whole_digest(shards: Sequence[str]) -> str:
-    """A hash of all weights from the hashes of every rank's shards, by rank."""
+    """Hash all weights, given the hash of each rank's shards."""
     return hashlib.sha256("".join(shards).encode()).hexdigest()

@@ -1,16 +1,8 @@
-"""Start ranks on this machine, and never leave one behind.
+"""Run a function on ranks that are processes of this machine and never outlive the run.
 
-:func:`run_ranks` runs one function on every rank, each in a process of its own, and returns what
-the ranks return. One rank's failure ends all of them. A rank also ends, with whatever it started
-itself, when the process that called :func:`run_ranks` is gone, however that one ended: beside each
-rank sits a small watcher that waits for that. It is a process of its own because no thread of a
-rank can act while another one hangs with the interpreter's lock held.
-
-Ranks find each other through a file in a temporary folder: no port, so that any number of runs can
-share a machine. Only the standard library is imported here.
-
-Importing torch takes a rank seconds. A program that starts ranks more than once, a test run for
-one, calls :func:`preload` first: ranks are then forked from a server that has imported it.
+One rank's failure ends all ranks. They also end, with their child processes, when the caller of
+:func:`run_ranks` is gone. Ranks meet through a file in a temporary folder, not a port, so any
+number of runs can share a machine. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -37,34 +29,31 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Seconds that ranks may still report after a failure. A dead rank's peers, which see a closed
+# connection, may report first.
 _GRACE_S = 0.5
-"""After one failure, how long others may still report: the first to report is not
-always the first that failed (a dead rank's peers see their connection close)."""
-
-_LOG_TAIL = 4000
-"""Characters of a rank's output that an error shows."""
-
+_LOG_TAIL = 4000  # characters of a rank's output in an error
 _CRASH = "Fatal Python error"
-
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-_server: BaseContext | None = None
-"""What :func:`preload` made."""
+_server: BaseContext | None = None  # of preload()
 
 
 class RankError(RuntimeError):
-    """A rank raised or died: which, as far as can be told, and how."""
+    """A rank raised or died. The message names it and has its traceback or output."""
 
 
 class RanksTimedOut(RankError):
-    """The time limit passed; the message shows where each unfinished rank was."""
+    """The time limit passed. The message has the stack of each unfinished rank."""
 
 
 @dataclass
 class Rank:
-    """What a rank knows about itself, the first argument of the function it runs: ``store_path`` is
-    for a ``torch.distributed.FileStore``, fresh for this run, ``timeout`` the run's time limit, for
-    process groups."""
+    """One rank of a run, the first argument of its function.
+
+    Attributes:
+        store_path: for a ``torch.distributed.FileStore`` of this run.
+        timeout: the run's time limit, for process groups.
+    """
 
     rank: int
     world_size: int
@@ -73,18 +62,16 @@ class Rank:
     _pipe: Connection = field(repr=False)
 
     def send(self, message: object) -> None:
-        """Hand ``message`` (picklable) to the caller's ``on_message`` while the rank runs."""
+        """Send ``message`` (picklable) to the caller's ``on_message``."""
         self._pipe.send(("message", message))
 
 
 def preload(*modules: str) -> None:
-    """From now on, fork ranks from one server that has imported ``modules``, by their names.
+    """Fork later ranks from a server that has imported ``modules``: importing torch takes seconds.
 
-    Each rank is still a process of its own. The modules must leave no thread, or forking is not
-    safe: imports of torch leave none, compiling does.
-
-    The server starts with the first rank, with the environment and ``sys.path`` of this process and
-    one OpenMP thread, and ends with this process. Its ranks skip ``atexit``.
+    Forking is safe only if the modules start no thread: importing torch starts none, compiling
+    does. The server starts with the first rank, with this process's environment and ``sys.path``,
+    and ends with this process. Its ranks skip ``atexit``.
     """
     global _server
     _server = multiprocessing.get_context("forkserver")
@@ -99,17 +86,18 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[T]:
-    """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank. Then
-    every rank's process, and all that the ranks had started, has ended.
+    """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank.
+
+    All processes of the ranks have then ended, with their children.
 
     Args:
-        function: importable by name (it travels by name, not by value); takes a :class:`Rank` and
-            ``args``, and returns something picklable.
+        function: importable by name. It takes a :class:`Rank` and ``args``, and returns something
+            picklable.
         args: picklable.
         timeout_s: limit in seconds for the whole run, imports included.
         environment: more environment variables for the ranks, which have one OpenMP and MKL thread.
-        on_message: called in this process with ``(rank, message)`` for each :meth:`Rank.send`. What
-            it raises ends the ranks and reaches the caller.
+        on_message: called in this process with ``(rank, message)`` for each :meth:`Rank.send`. Its
+            exceptions end the ranks and reach the caller.
 
     Raises:
         RankError: a rank raised or died, or an import of :func:`preload` failed.
@@ -151,9 +139,9 @@ class _Run:
         context = _context()
         variables = {
             **_ONE_THREAD,
-            # Inductor would start a pool of processes per rank, which is for Triton only.
+            # Inductor would start a pool of processes per rank, for Triton only.
             "TORCH_WARM_POOL": "0",
-            # Ranks of one program must agree; a set's order must not come between them.
+            # Ranks must iterate over sets in the same order.
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             **environment,
         }
@@ -173,8 +161,8 @@ class _Run:
                     process.start()
                 except EOFError as error:
                     raise RankError(
-                        "the server that ranks are forked from ended while it imported what "
-                        "preload() named; what it printed last says why"
+                        "the server that forks ranks ended while it imported the modules of "
+                        "preload(); see its last output"
                     ) from error
                 self.processes.append(process)
                 childs_pipe.close()  # or its end would never be seen
@@ -210,8 +198,8 @@ class _Run:
         if not silent:
             rank, text = next(iter(self.tracebacks.items()))
             raise RankError(f"rank {rank} failed:\n{text.rstrip()}")
-        # A rank that died without a word comes first: its peers' tracebacks only say that a
-        # connection closed.
+        # Report a rank that died silently first: its peers' tracebacks only show a closed
+        # connection.
         died = self.processes[silent[0]]
         died.join(timeout=1.0)
         how = f"{_exit_text(died.exitcode)}{self._log_text(silent[0])}"
@@ -232,8 +220,7 @@ class _Run:
         return self.folder / f"rank{rank}.log"
 
     def _log_text(self, rank: int) -> str:
-        """The end of a rank's output; from before Python's report of a crash on, whose end is a
-        long list."""
+        """Return the end of a rank's output, or the part around Python's report of a crash."""
         path = self._log_path(rank)
         text = path.read_text(errors="replace").strip() if path.exists() else ""
         if not text:
@@ -246,14 +233,14 @@ class _Run:
         """End every rank's process group and collect the processes."""
         groups = [process.pid for process in self.processes if process.pid is not None]
         for process in self.processes:
-            # A rank leads a session of its own from its first line on, so this also
-            # ends compilers that it had started; before that line it has started nothing.
+            # A rank leads its own session from its first line on, so this also ends compilers
+            # that it started.
             _signal_group(process.pid, signal.SIGKILL)
             process.kill()
         for process in self.processes:
             process.join()
             process.close()
-        # The ranks' own children are not ours to wait for, only to see vanish.
+        # The ranks' children are not ours to join. Wait until their groups are gone.
         deadline = time.monotonic() + _GRACE_S
         while any(_signal_group(g, 0) for g in groups) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -262,7 +249,7 @@ class _Run:
 
 
 def _signal_group(group: int | None, number: int) -> bool:
-    """Send a signal to a process group, if there is one of ours."""
+    """Send a signal to a process group; return whether the group exists and is ours."""
     try:
         if group is not None:
             os.killpg(group, number)
@@ -279,7 +266,7 @@ def _rank_main(
     args: tuple[object, ...],
 ) -> None:
     os.setsid()
-    os.environ.update(variables)  # a process of a fork server has the server's
+    os.environ.update(variables)  # a fork server's process has the server's environment
     _start_watcher()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
@@ -301,14 +288,15 @@ def _rank_main(
 def _start_watcher() -> None:
     """Fork a process that ends this rank's process group when the caller is gone.
 
-    To be called before this process has any thread, which is what makes the fork safe.
+    This process must not have threads yet.
     """
+    # Not a thread: it could not act while another one hangs with the interpreter's lock.
     caller = multiprocessing.parent_process()
     assert caller is not None
     group = os.getpid()
     if os.fork():
         return
-    # Nothing but the sentinel: a copy of the rank's own pipe would hide its death.
+    # Keep only the sentinel: a copy of the rank's pipe would hide the rank's death.
     os.closerange(0, caller.sentinel)
     os.closerange(caller.sentinel + 1, os.sysconf("SC_OPEN_MAX"))
     select.select([caller.sentinel], [], [])
@@ -325,10 +313,10 @@ def _exit_text(code: int | None) -> str:
 
 
 def _context() -> BaseContext:
-    """What ranks start with: the server of :func:`preload`, running, or "spawn" without it."""
+    """Return the server of :func:`preload`, running, or "spawn" without one."""
     if _server is None:
         return multiprocessing.get_context("spawn")
-    # A server does not take over sys.path (before Python 3.14).
+    # Before Python 3.14 a server does not get sys.path.
     with _environment({**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         forkserver.ensure_running()
     return _server
@@ -347,7 +335,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def sayer() -> Callable[[str], None]:
-    """What prints a line of progress with the seconds since now to standard error."""
+    """Return a function that prints a line with the seconds since now to standard error."""
     start = time.monotonic()
 
     def say(text: str) -> None:

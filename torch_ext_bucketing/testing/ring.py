@@ -1,6 +1,6 @@
-"""A c10d process group over gloo whose reductions add in the order of NCCL's rings.
+"""Provide a process group over gloo that adds in the order of NCCL's rings.
 
-For testing, on CPU ranks, whatever depends on the bits of a reduction on many nodes::
+It tests, on CPU ranks, code that depends on the bits of reductions over several nodes::
 
     from torch_ext_bucketing.testing.ring import RingTopology, init_ring_process_group
 
@@ -8,16 +8,14 @@ For testing, on CPU ranks, whatever depends on the bits of a reduction on many n
     mesh = init_device_mesh("cpu", (world_size,))      # sub-groups are ring groups too
     fully_shard(model, mesh=mesh)
 
-``reduce_scatter`` and ``all_reduce``, in all their forms, are simulated: gloo moves the bytes, and
-each rank adds on its own, in the order that :mod:`.sums` tells. Other reductions are refused, and
-everything else is gloo's.
+All forms of ``reduce_scatter`` and ``all_reduce`` are simulated: gloo moves the bytes, and each
+rank adds in the order of :mod:`.sums`. Other reductions raise; everything else is gloo's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -39,15 +37,14 @@ T = TypeVar("T")
 
 _BACKEND = "ring"
 
-_topology: RingTopology | None = None
-"""What :func:`register_ring_backend` was given last."""
+_topology: RingTopology | None = None  # the last one passed to register_ring_backend()
 
 
 class _RingWork(dist.Work):
-    """Gloo's transfers, then the additions, as one handle. Transfers run in the background, the
-    additions on the thread that first waits, as whatever asks for the outputs does. Not in a
-    callback on gloo's own threads: those would need the interpreter, which may be gone before they
-    are (seen on 2.13: ``terminate called`` in ranks that exit right after a collective)."""
+    """Gloo's transfers in the background, then the additions on the first thread that waits."""
+
+    # Not in a callback on gloo's threads: the interpreter may be gone before they are (seen on
+    # 2.13: "terminate called" in ranks that exit right after a collective).
 
     def __init__(
         self, transfers: list[dist.Work], outputs: list[Tensor], finish: Callable[[], None]
@@ -57,7 +54,7 @@ class _RingWork(dist.Work):
         self._outputs = outputs
         self._finish: Callable[[], None] | None = finish
         self._lock = threading.Lock()
-        # Whoever waits may be on another thread, autograd's for one, with other modes.
+        # The waiting thread, such as autograd's, may have other modes.
         self._inference = torch.is_inference_mode_enabled()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -84,8 +81,10 @@ class _RingWork(dist.Work):
 
 
 class RingProcessGroup(dist.ProcessGroup):
-    """One rank of a group with simulated ring reductions. Made by c10d, not by hand, with a store
-    of its own; ``group_ranks`` are the global ranks in group order."""
+    """One rank of a group with simulated ring reductions, created by c10d.
+
+    ``store`` belongs to this group alone; ``group_ranks`` are global ranks in group order.
+    """
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class RingProcessGroup(dist.ProcessGroup):
         inputs: list[list[Tensor]],
         opts: dist.ReduceScatterOptions | None = None,
     ) -> dist.Work:
-        """List form: ``inputs[0][r]`` ends on group rank ``r``; sizes may differ by rank."""
+        """Reduce the list form: ``inputs[0][r]`` ends on group rank ``r``; sizes may differ."""
         return self._reduce("reduce_scatter", inputs, outputs, opts, scatter=True)
 
     def reduce_scatter_single(
@@ -151,7 +150,7 @@ class RingProcessGroup(dist.ProcessGroup):
         slices = [x.detach().contiguous().view(-1).tensor_split(n) for x in inputs]
         return self._reduce(name, slices, outputs, opts, scatter=True)
 
-    # The names of older callers. C++ looks for the newer one first, eager callers use either.
+    # Names of older callers. C++ looks up the newer one first, eager callers use either.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -171,10 +170,9 @@ class RingProcessGroup(dist.ProcessGroup):
         opts: dist.ReduceScatterOptions | dist.AllreduceOptions | None,
         scatter: bool,
     ) -> dist.Work:
-        """One transfer per output: an all-to-all where there is a slice for each rank, an
-        all-gather where all get the same. An all-reduce is no all-to-all and an all-gather of the
-        sums, which would move and add less: gloo matches operations by the order in which ranks
-        launch them, and a second one could only be launched when the first is done."""
+        """Start one all-to-all per scattered output, or one all-gather per reduced output."""
+        # Not an all-to-all and an all-gather of the sums, which would move less: gloo matches
+        # operations by launch order, and the second could only start after the first.
         n, me, where = self.size(), self.rank(), self._where(name)
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         mine = me if scatter else 0
@@ -194,7 +192,7 @@ class RingProcessGroup(dist.ProcessGroup):
 
         transfers, received = [], []
         for slices in inputs:
-            # As bytes, of which gloo moves any number.
+            # As bytes: gloo moves any number of them.
             send = [x.detach().contiguous().view(-1).view(torch.uint8) for x in slices]
             size = send[mine].numel()
             recv = torch.empty(n, size, dtype=torch.uint8)
@@ -249,13 +247,12 @@ _GLOO_OPS = (
     "scatter",
     "send",
 )
-"""What goes to gloo unchanged, through a plain group of the same ranks.
+"""Operations that go to gloo unchanged, through a plain group of the same ranks.
 
-Not left to the base class: what a Python subclass doesn't override, C++ runs while it holds the
-interpreter's lock (``WORK_OVERRIDE`` in ``PyProcessGroup.hpp``, 2.13 to 2.15). Gloo's threads free
-finished tensors while they hold their queue's mutex, and to free one that Python has seen they need
-that lock; the caller holds it and waits for the mutex. Seen as a hang after some hundred calls of
-``scatter`` or ``broadcast``. A plain group's methods release the lock first.
+The base class would run them with the interpreter's lock held (``WORK_OVERRIDE`` in
+``PyProcessGroup.hpp``, 2.13 to 2.15). Gloo's threads need that lock to free finished tensors, and
+hold a mutex that the caller waits for: a hang after some hundred calls of ``scatter``. A plain
+group's methods release the lock first.
 """
 
 
@@ -285,9 +282,11 @@ def _create(options: dist._DistributedBackendOptions, _: object) -> RingProcessG
 
 
 def register_ring_backend(topology: RingTopology | None = None) -> None:
-    """Make ``dist.init_process_group("ring", ...)`` work. c10d creates sub-groups (``new_group``,
-    device meshes) by the backend's name: a group takes the topology of the last call that named
-    one; where none was, all ranks are on one node."""
+    """Register the backend "ring" for ``dist.init_process_group``.
+
+    c10d creates subgroups by the backend's name, so a group takes the topology of the last call
+    that passed one. Without one, all ranks are on one node.
+    """
     global _topology
     if topology is not None:
         _topology = topology
@@ -303,20 +302,18 @@ def init_ring_process_group(
     topology: RingTopology | None = None,
     timeout: timedelta = default_pg_timeout,
 ) -> None:
-    """``dist.init_process_group`` with the ring backend for all groups.
+    """Call ``dist.init_process_group`` with the ring backend for all groups.
 
     Args:
         store: or ``init_method``: as for ``dist.init_process_group``. With neither, ``env://``.
-        topology: all ranks on one node if ``None``, whatever was registered before.
+        topology: all ranks on one node if ``None``, even if another was registered.
 
     Raises:
-        ValueError: a world that doesn't fill whole nodes, before any rank is contacted.
+        ValueError: the world does not fill whole nodes.
     """
     topology = topology or RingTopology(ranks_per_node=world_size)
     topology.nodes_of(world_size)
     register_ring_backend(topology)
-    if store is None and init_method is None:
-        store = _store_after_restart(rank, world_size, timeout)
     dist.init_process_group(
         _BACKEND,
         rank=rank,
@@ -327,32 +324,18 @@ def init_ring_process_group(
     )
 
 
-def _store_after_restart(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
-    """The store of ``env://``, without what the ranks left in it that ``torchrun`` has restarted;
-    None where it has restarted none.
-
-    Its agent keeps one store for all restarts (torch 2.13 and 2.15; see pytorch 135712), in which a
-    rank would meet the address of a peer that is gone. The count is that of one agent, so of one
-    node.
-    """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if not restarts:
-        return None
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    return dist.PrefixStore(f"restart_{restarts}", store)
-
-
 @contextlib.contextmanager
 def ring_rank(
     rank: Rank, topology: RingTopology | None = None, *, caches: bool = False
 ) -> Iterator[None]:
-    """Inside the block this process is one rank of a ring group, on little more than one core. With
-    ``caches`` compiled graphs may come from Inductor's and AOTAutograd's: such a graph has not been
-    through the passes, and that compiling anew gives the same bits goes unproven."""
+    """Make this process one rank of a ring group in the block, on little more than one core.
+
+    Without ``caches``, compiled graphs don't come from Inductor's and AOTAutograd's caches, so that
+    all passes run.
+    """
     torch.set_num_threads(1)
-    # Compilers run in threads of this process: two per rank keep the cores busy, because ranks
-    # wait for one another's kernels rather than compile them twice.
+    # Compilers run in threads of this process. Two per rank keep the cores busy, because ranks wait
+    # for one another's kernels instead of compiling them twice.
     inductor_config.compile_threads = 2
     if not caches:
         inductor_config.fx_graph_cache = False
@@ -366,7 +349,7 @@ def ring_rank(
     )
     try:
         yield
-        dist.barrier()  # so that no rank leaves while others still send to it
+        dist.barrier()  # no rank leaves while others still send to it
     finally:
         dist.destroy_process_group()
 
@@ -374,8 +357,10 @@ def ring_rank(
 def on_ranks(
     function: Callable[..., T], *args: object, world: int = 2, timeout_s: float = 240
 ) -> list[T]:
-    """:func:`.run_ranks` on ``world`` ranks of one ring group, all on one node; ``function`` gets
-    the rank's number in place of the rank."""
+    """Call :func:`.run_ranks` on ``world`` ranks of one ring group, all on one node.
+
+    ``function`` gets the rank's number instead of a :class:`.Rank`.
+    """
     return run_ranks(_in_group, world, function, args, timeout_s=timeout_s)
 
 

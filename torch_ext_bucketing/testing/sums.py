@@ -1,28 +1,25 @@
-"""The additions of NCCL's ring reductions, in NCCL's order, as pure functions on tensors.
+"""Add tensors in the order of NCCL's ring reductions.
 
-Floating-point addition is not associative, so the bits of a gradient depend on which rank is added
-first. In a ring reduction that is decided by where the element lies in the buffer:
+Floating-point addition is not associative, so a gradient's bits depend on the rank that is added
+first. In a ring reduction that depends on the element's offset in the buffer:
 
     byte offset -> piece of ``chunk_bytes`` -> channel -> the channel's ring order -> first rank
 
-With one node every channel has the same ring, so a reduce-scatter's order does not depend on the
-offset. With several nodes the rings of the channels differ, and moving a parameter inside a bucket
-changes its bits. :mod:`.ring` puts this mapping behind a process group.
+On one node all channels have the same ring, so a reduce-scatter's order does not depend on the
+offset. On several nodes rings differ, and moving a parameter inside a bucket changes its bits.
 
 The rules are those of NCCL's ring kernels (``src/device/reduce_scatter.h``, ``all_reduce.h``):
 
-- **reduce-scatter**: what ends on rank ``r`` starts at the rank after ``r`` in the ring and travels
-  once around it; each rank adds its own contribution, ``r`` itself the last one.
-- **all-reduce**: a reduce-scatter over the ring *positions* followed by an all-gather. ``n`` pieces
-  in a row make one loop of a channel; piece ``j`` of a loop ends on the rank at position ``j`` of
-  that ring (counted from group rank 0, NCCL's ``ring->index``). So here the order depends on the
-  offset with a single node as well.
-- every addition rounds to the tensor's own dtype.
+- **reduce-scatter**: the sum that ends on rank ``r`` starts at the next rank of the ring and goes
+  around once; each rank adds its contribution, ``r`` last.
+- **all-reduce**: a reduce-scatter over the ring *positions*, then an all-gather. ``n`` pieces make
+  one loop of a channel; piece ``j`` of a loop ends on the rank at position ``j`` of the ring
+  (counted from group rank 0, NCCL's ``ring->index``), so the offset matters on one node, too.
+- every addition rounds to the tensor's dtype.
 
-What is simplified: loops are dealt out to channels in turn (loop ``p`` to channel ``p % channels``,
-NCCL's layout up to 2.18; later versions give each channel one contiguous range), the last loop is
-not shrunk to spread a short tail over all channels, and neither NCCL's tree and NVLS algorithms nor
-its LL and LL128 protocols are modelled.
+Simplified: loop ``p`` goes to channel ``p % channels`` (NCCL up to 2.18; later versions give each
+channel a contiguous range), a short last loop is not spread over all channels, and NCCL's tree and
+NVLS algorithms and its LL and LL128 protocols are not modelled.
 """
 
 from __future__ import annotations
@@ -40,19 +37,19 @@ _LARGEST_ITEM = 16  # bytes of a complex128: a piece never splits an element of 
 
 @dataclass(frozen=True)
 class RingTopology:
-    """How ranks sit on nodes, and how a buffer is dealt out to rings. Global rank ``r`` is on node
-    ``r // ranks_per_node``, in sub-groups as well.
+    """The nodes of ranks, and the rings of a buffer.
+
+    Global rank ``r`` is on node ``r // ranks_per_node``, in subgroups as well.
 
     Args:
-        channels: parallel rings. The default of 8 is one per network card of an eight-GPU node,
-            which is what makes the rings of such nodes differ; NCCL itself picks 2 to 32.
-        chunk_bytes: bytes that one channel takes in a row, a multiple of 16. NCCL's Simple protocol
-            takes 2 MiB: ``NCCL_BUFFSIZE`` (4 MiB) / ``NCCL_STEPS`` (8) per step, 4 steps per chunk.
-            The default is far smaller, so that the parameters of a small test model span several
-            channels as those of a large one do.
+        channels: parallel rings. The default of 8 is one per network card of an eight-GPU node;
+            NCCL picks 2 to 32.
+        chunk_bytes: bytes per channel in a row, a multiple of 16. NCCL's Simple protocol takes 2
+            MiB: ``NCCL_BUFFSIZE`` (4 MiB) / ``NCCL_STEPS`` (8) per step, 4 steps per chunk. The
+            default is smaller, so that parameters of a small model span several channels.
 
     Raises:
-        ValueError: a number that is no positive integer, or a ``chunk_bytes`` of no multiple of 16.
+        ValueError: a number is not a positive integer, or ``chunk_bytes`` not a multiple of 16.
     """
 
     ranks_per_node: int
@@ -71,8 +68,7 @@ class RingTopology:
             )
 
     def nodes_of(self, world_size: int) -> int:
-        """Number of nodes of a world of ``world_size`` ranks; a ``ValueError`` where that does not
-        fill them."""
+        """Return the number of nodes; raise ValueError if ``world_size`` does not fill them."""
         if world_size < 1 or world_size % self.ranks_per_node:
             raise ValueError(
                 f"RingTopology: a world of {world_size} ranks does not fill nodes of "
@@ -83,18 +79,17 @@ class RingTopology:
 
 
 def ring_order(topology: RingTopology, channel: int, group_ranks: Sequence[int]) -> tuple[int, ...]:
-    """The ring of one channel over a group, as global ranks from ``group_ranks[0]`` on.
+    """Return one channel's ring over a group, as global ranks from ``group_ranks[0]`` on.
 
-    Within one node all channels share the group's own order. Over several nodes a ring enters each
-    node at the GPU next to the channel's network card, passes through the node and leaves for the
-    next, as in NCCL's log lines for two nodes of four::
+    Within one node all channels have the group's order. Over several nodes a ring enters each node
+    at the GPU next to the channel's network card, as in NCCL's log lines for two nodes of four::
 
         Channel 00 : 0 1 2 3 4 5 6 7
         Channel 01 : 0 5 6 7 4 1 2 3        each node entered at its second GPU: 1 2 3 0 | 5 6 7 4
 
-    Once the channels have entered at every GPU, the next round visits the nodes in reverse. That
-    is an assumption: it stands for what cross-rail and several-switch fabrics do, and it is the
-    only difference left for a group with one rank per node (the replicas of HSDP).
+    After the channels have entered at every GPU, the next ones visit the nodes in reverse. This
+    assumption models fabrics with several rails or switches, and is the only difference between
+    rings of a group with one rank per node (the replicas of HSDP).
     """
     by_node: dict[int, list[int]] = {}
     for rank in group_ranks:
@@ -114,7 +109,7 @@ def ring_order(topology: RingTopology, channel: int, group_ranks: Sequence[int])
 
 @lru_cache(maxsize=256)
 def _rings(topology: RingTopology, group_ranks: tuple[int, ...]) -> Tensor:
-    """``[channels, n]``: every channel's ring, as group ranks."""
+    """Return every channel's ring as group ranks, ``[channels, n]``."""
     channels = range(topology.channels)
     rings = [map(group_ranks.index, ring_order(topology, c, group_ranks)) for c in channels]
     return torch.tensor(list(map(list, rings)))
@@ -130,19 +125,20 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 Reduction = Callable[[Iterable[Tensor]], Tensor]
-"""Adds contributions up in the given order, into the first of them."""
+"""Adds contributions in the given order into the first of them."""
 
 
 def make_reduction(
     op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype, world_size: int, where: str
 ) -> Reduction:
-    """The arithmetic of ``op`` on ``dtype`` over ``world_size`` ranks; ``where`` begins the
-    ``NotImplementedError`` for what NCCL's rings do not reduce either.
+    """Return the arithmetic of ``op`` on ``dtype`` over ``world_size`` ranks.
 
-    AVG follows NCCL (``hostToDevRedOp`` in ``src/enqueue.cc``): floating-point inputs are each
-    multiplied by ``1 / world_size``, rounded to the dtype, *before* they are added; integers are
-    added and divided at the end, towards zero. PREMUL_SUM multiplies by its own factor, and like
-    NCCL's is for floating point only.
+    AVG follows NCCL (``hostToDevRedOp`` in ``src/enqueue.cc``): floating-point inputs are
+    multiplied by ``1 / world_size`` and rounded *before* they are added; integers are added, then
+    divided towards zero. PREMUL_SUM multiplies by its factor, floating point only.
+
+    Raises:
+        NotImplementedError: NCCL's rings don't reduce this either. The text begins with ``where``.
     """
     kind = dist.ReduceOp.RedOpType
     name = str(op.name if isinstance(op, kind) else op.op.name)
@@ -183,12 +179,11 @@ def ring_sums(
     reduction: Reduction,
     ends: Sequence[int] | None,
 ) -> Tensor:
-    """Add up what the ranks of a group contribute, every element in the order of its ring.
+    """Add the contributions of a group's ranks, each element in the order of its ring.
 
     Args:
-        parts: ``[n, sums, count]``, what each of the ``n`` group ranks contributes to each sum.
-        ends: the group rank that each sum ends on, as in a reduce-scatter; None: each is the sum of
-            an all-reduce.
+        parts: ``[n, sums, count]``, the contribution of each of ``n`` group ranks to each sum.
+        ends: the group rank that each sum of a reduce-scatter ends on; None for an all-reduce.
 
     Returns:
         ``[sums, count]``, a new tensor of the dtype of ``parts``.
@@ -220,13 +215,14 @@ def simulate_reduce_scatter(
     group_ranks: Sequence[int] | None = None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """What every rank would hold after ``reduce_scatter_tensor``, without any process group: views
-    of one new buffer, bit for bit those of a ``ring`` group of real ranks.
+    """Compute each rank's result of ``reduce_scatter_tensor`` without a process group.
+
+    Results are views of one buffer, bit for bit those of a ring group of real ranks.
 
     Args:
-        inputs: one tensor per rank of the group, all of one shape ``[n * d0, ...]`` and dtype.
-        group_ranks: global ranks of the group in group order; ``range(len(inputs))`` if ``None``.
-        op: SUM, AVG, PREMUL_SUM, PRODUCT, MAX or MIN; another is a ``NotImplementedError``.
+        inputs: one tensor per group rank, all of one shape ``[n * d0, ...]`` and dtype.
+        group_ranks: global ranks in group order; ``range(len(inputs))`` if ``None``.
+        op: see :func:`make_reduction`.
     """
     n, shape = len(inputs), inputs[0].shape
     reduction = make_reduction(op, inputs[0].dtype, n, "simulate_reduce_scatter")
@@ -242,10 +238,7 @@ def simulate_all_reduce(
     group_ranks: Sequence[int] | None = None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """What every rank would hold after ``all_reduce``, of inputs of any shape: one new tensor per
-    rank, all equal. A buffer of exactly one loop of one channel (``n * chunk_bytes`` bytes), over a
-    ring that is the group's own order, gives what :func:`simulate_reduce_scatter` gives; other
-    buffers need not."""
+    """Compute each rank's result of ``all_reduce``, of inputs of any shape."""
     reduction = make_reduction(op, inputs[0].dtype, len(inputs), "simulate_all_reduce")
     parts = torch.stack([x.reshape(1, x.numel()) for x in inputs])
     out = ring_sums(parts, topology, group_ranks or range(len(inputs)), reduction, None)

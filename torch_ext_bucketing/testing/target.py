@@ -1,5 +1,7 @@
-"""Parts of the commands: options, and what they name, functions and files. Torch is imported when a
-function is called, not before."""
+"""Define options of commands, and load the functions and files that they name.
+
+torch is imported only when a function here needs it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ T = TypeVar("T")
 
 
 class TargetError(Exception):
-    """What a command was given can't be taken; the message says why and what to do."""
+    """A command's argument can't be used. The message has the reason and a remedy."""
 
 
 def add_command(
     subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], **texts: str
 ) -> argparse.ArgumentParser:
-    """Add a command, with its ``help`` and ``description``, perhaps an ``epilog``; what is parsed
-    carries ``run``, and the command's parser as ``parser``."""
+    """Add a command; parsed arguments carry ``run``, and the command's parser as ``parser``.
+
+    ``texts`` are its ``help``, ``description`` and ``epilog``.
+    """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
@@ -34,13 +38,16 @@ def add_command(
 def option(
     default: Any, text: str, metavar: str | None = "N", choices: Sequence[str] | None = None
 ) -> Any:
-    """A field of a dataclass that is an option of a command, too; None: "the parameters'"."""
+    """Define a dataclass field that is also a command's option.
+
+    A default of None is shown as "the parameters'".
+    """
     about = {"help": text, "choices": choices, "metavar": None if choices else metavar}
     return field(default=default, metadata=about)
 
 
 def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
-    """Add the options of a dataclass, and ``--json`` for the result."""
+    """Add a dataclass's options, and ``--json`` for the result."""
     for each in fields(kind):
         if each.metadata:
             default = "the parameters'" if each.default is None else each.default
@@ -53,8 +60,24 @@ def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
     )
 
 
+def check_options(options: Any) -> None:
+    """Check that numbers are positive (0 if that is the default), and that choices are known.
+
+    Raises:
+        ValueError: a value is out of range. The message begins with the field's name.
+    """
+    for each in fields(options):
+        value, choices = getattr(options, each.name), each.metadata.get("choices")
+        if choices and value not in choices and (value is not None or each.default is not None):
+            raise ValueError(f"{each.name} must be one of {', '.join(choices)}, got {value!r}")
+        if isinstance(each.default, int | float) and each.default > 0 and value <= 0:
+            raise ValueError(f"{each.name} must be positive, got {value:g}")
+        if each.name in ("nodes", "replicas") and options.ranks % value:
+            raise ValueError(f"{each.name} must divide ranks ({options.ranks}) evenly, got {value}")
+
+
 def options_of(args: argparse.Namespace, kind: Callable[..., T]) -> T:
-    """The dataclass of what was parsed; its ``ValueError`` is a usage error, status 2."""
+    """Create the dataclass of parsed arguments; its ``ValueError`` is a usage error, status 2."""
     given = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}  # type: ignore[arg-type]
     try:
         return kind(**given)
@@ -64,12 +87,15 @@ def options_of(args: argparse.Namespace, kind: Callable[..., T]) -> T:
 
 
 def load_target(target: str) -> Any:
-    """The callable that ``target``, a ``"module:function"``, names; a :class:`TargetError` where
-    there is none."""
+    """Import the callable that ``"module:function"`` names.
+
+    Raises:
+        TargetError: it can't be imported, or is not callable.
+    """
     module_name, colon, function_name = target.partition(":")
     if not colon or not module_name or not function_name:
         raise TargetError(
-            f"{target!r} is no MODULE:FUNCTION, such as my_package.my_module:make_model"
+            f"{target!r} is not a MODULE:FUNCTION, such as my_package.my_module:make_model"
         )
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -100,8 +126,11 @@ def load_target(target: str) -> Any:
 
 
 def build(make: Callable[[], Any], name: str, *, loss: bool = False) -> tuple[Any, ...]:
-    """What ``make``, called ``name``, returns: a model and its inputs, with ``loss`` also a third;
-    a :class:`TargetError` where it is something else."""
+    """Call ``make`` and check that it returns a model and inputs, and optionally a ``loss``.
+
+    Raises:
+        TargetError: it raises, or returns something else. The message has its ``name``.
+    """
     import torch.nn as nn
 
     try:
@@ -118,14 +147,14 @@ def build(make: Callable[[], Any], name: str, *, loss: bool = False) -> tuple[An
 
 
 def call(run: Callable[..., Any], inputs: Any) -> Any:
-    """``run`` with a model's inputs: a dict by name, a tuple or list by place, else one."""
+    """Call ``run`` with a dict as keywords, a tuple or list as arguments, or one argument."""
     if isinstance(inputs, dict):
         return run(**inputs)
     return run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs)
 
 
 def output_file(text: str) -> Path:
-    """``type=`` of an option that names a file to write: it fails before the work, not after."""
+    """Convert an option that names a file to write, and fail before the work if it can't be."""
     path, wrong = Path(text), ""
     if path.is_dir():
         wrong = f"{path} is a folder; name a file"

@@ -1,7 +1,6 @@
-"""Real text that every Python ships, as byte-level tokens.
+"""Make byte-level tokens of about a megabyte of text that every Python ships.
 
-English from the help topics of ``pydoc`` and source code from the standard library:
-a megabyte or so, no download. Token ids are bytes, so the vocabulary has 256 entries.
+Sources are ``pydoc``'s help topics and modules of the standard library.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 VOCAB = 256
 
 SOURCES = ("argparse", "ast", "datetime", "decimal", "doctest", "inspect", "pydoc", "typing")
-"""Standard library modules, read as text; those that a Python lacks are left out."""
+"""Modules whose source is used, if this Python has it."""
 
 
 @functools.cache
 def corpus() -> bytes:
-    """The text: the help topics first, then the sources, as UTF-8."""
+    """Return the help topics and the sources as UTF-8."""
     parts = []
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
@@ -31,8 +30,8 @@ def corpus() -> bytes:
     text = b"\n\n".join([*parts, *(path.read_bytes() for path in paths if path.is_file())])
     if len(text) < 100_000:
         raise RuntimeError(
-            "this Python has neither pydoc_data.topics nor the standard library's sources as .py "
-            "files, which the training text is made of; use a Python with a full standard library"
+            "the training text needs pydoc_data.topics or the standard library's .py files; use a "
+            "Python with a full standard library"
         )
     return text
 
@@ -40,9 +39,9 @@ def corpus() -> bytes:
 def batch(
     step: int, rank: int, *, size: int, seq: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and next-byte targets of one rank's step, each ``[size, seq]`` int64 on the CPU.
+    """Return inputs and next-byte targets of one rank's step, ``[size, seq]`` int64 on the CPU.
 
-    A function of its arguments only. Windows are drawn with replacement, separately per rank.
+    They depend on the arguments only. Windows are drawn with replacement, separately per rank.
     """
     text = corpus()
     generator = torch.Generator().manual_seed((seed << 40) ^ (step << 16) ^ rank)

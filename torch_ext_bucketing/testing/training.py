@@ -1,5 +1,4 @@
-"""What two runs are compared by: digests of their weights step by step, and the collectives that
-they called."""
+"""Train with a digest of the weights per step, and count collectives."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from ..fqns import canonical_fqn
 
 
 def digest(model: nn.Module) -> str:
-    """sha256 (hex) over the names, dtypes, shapes and bytes of this rank's shards."""
+    """Return the SHA-256 (hex) of names, dtypes, shapes and bytes of this rank's shards."""
     total = hashlib.sha256()
     for name, parameter in sorted(
         (canonical_fqn(name), parameter) for name, parameter in model.named_parameters()
@@ -36,7 +35,7 @@ def digest(model: nn.Module) -> str:
 
 @dataclass
 class Trained:
-    """One run on one rank: by step :func:`digest`, the loss, and wall time in milliseconds."""
+    """One rank's run: per step the :func:`digest`, the loss, and wall time in milliseconds."""
 
     digests: list[str] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
@@ -44,8 +43,10 @@ class Trained:
 
 
 class Training:
-    """A model whose own parameters are trained by AdamW; ``done`` is what became of it so far.
-    ``step`` runs forward and backward by the step's number, and returns the loss, a scalar."""
+    """AdamW training of a model, with the record of the steps taken in ``done``.
+
+    ``step`` takes the step's number, runs forward and backward and returns the scalar loss.
+    """
 
     def __init__(
         self, model: nn.Module, step: Callable[[int], torch.Tensor], lr: float = 1e-3
@@ -58,8 +59,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=True)
 
     def take(self, recompiles: bool = False) -> None:
-        """Take the next step. A later one than the first raises where it would compile, which would
-        be under other settings and in another report, but with ``recompiles``."""
+        """Take the next step; unless ``recompiles``, raise if a step after the first compiles."""
+        # Such a compile could run under other settings, and would be in another report.
         number = len(self.done.loss)
         compiled = number > 0 and not recompiles
         begin = time.perf_counter()
@@ -81,8 +82,11 @@ def train(
     recompiles: bool = False,
     stop_unlike: Sequence[str] | None = None,
 ) -> Trained:
-    """Take ``steps`` steps of a :class:`Training`; with ``stop_unlike``, digests of another run,
-    only up to the first step after which some rank's weights are others."""
+    """Take ``steps`` steps of a :class:`Training`.
+
+    With ``stop_unlike``, the digests of another run, stop after the first step whose weights differ
+    on some rank.
+    """
     training = Training(model, step, lr)
     for number in range(steps):
         training.take(recompiles)
@@ -96,7 +100,8 @@ def train(
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """A copy of a tensor's bytes, without NumPy, which torch does not require."""
+    """Copy a tensor's bytes."""
+    # Without numpy, which torch does not require.
     parts = [part.detach().cpu().contiguous() for part in parts_of(tensor)]
     return b"".join(ctypes.string_at(part.data_ptr(), part.nbytes) for part in parts)
 
@@ -106,12 +111,12 @@ _CALLS = {
     "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
     "all_reduce": ("all_reduce",),
 }
-"""The functions of ``torch.distributed`` that eager FSDP2 calls, by kind, newest name first."""
+"""Functions of ``torch.distributed`` that eager FSDP2 calls, newest name first."""
 
 
 @contextlib.contextmanager
 def count_collectives() -> Iterator[dict[str, int]]:
-    """Count by kind what is called as ``torch.distributed.<function>`` inside the block."""
+    """Count calls of ``torch.distributed`` functions in the block, by kind."""
     counts = dict.fromkeys(_CALLS, 0)
 
     def call(kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One model on all ranks, and the ways to train it that :func:`.compare` holds side by side."""
+"""Train one model on all ranks in the ways that :func:`.compare` compares."""
 
 from __future__ import annotations
 
@@ -34,20 +34,26 @@ T = TypeVar("T")
 Run = Callable[..., Any]
 Passes = Callable[[nn.Module], Sequence[GraphPass]]
 Hashes = dict[str, str]
-"""By a trained parameter's name a hash of its gradient; empty where it has none."""
+"""Map trained parameters to a hash of the gradient; empty without a gradient."""
 
 
 class Trial:
-    """The model that ``options.build`` makes; a ``TargetError`` says why it can't be trained. Every
-    rank has one and calls the same methods. ``state`` are the weights and buffers that each of its
-    copies starts from, ``units`` the modules of each ``fully_shard`` call."""
+    """The model of ``options.build`` on one rank. All ranks call the same methods.
+
+    Attributes:
+        state: weights and buffers that each copy of the model starts from.
+        units: modules of each ``fully_shard`` call.
+
+    Raises:
+        TargetError: the model can't be trained.
+    """
 
     def __init__(self, rank: Rank, options: Options) -> None:
         self.rank, self.options = rank, options
         self.param_dtype, self.reduce_dtype = (
             getattr(torch, str(name), None) for name in (options.param_dtype, options.reduce_dtype)
         )
-        # Inputs are often drawn in there: each rank has others, and rank 0's weights.
+        # build() often draws the inputs, too: seed by rank, and take rank 0's weights.
         torch.manual_seed(rank.rank)
         self._model, self._inputs, self._loss = _built(options.build, rank.world_size)
         self.state = self.from_rank_0(state_of(self._model))
@@ -56,8 +62,8 @@ class Trial:
             self.units = UnitSpec(units).units  # type: ignore[arg-type]
         except ValueError as error:
             raise TargetError(
-                f"{error}. To compare it: teb.testing.compare(build, units=[...]) with the modules "
-                "of each fully_shard() call"
+                f"{error}. Pass units=[...] to teb.testing.compare(), the modules of each "
+                "fully_shard() call"
             ) from error
         dims = {"shard": rank.world_size // options.replicas}
         if options.replicas > 1:
@@ -65,20 +71,20 @@ class Trial:
         self.mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
 
     def say(self, text: str) -> None:
-        """A line of progress."""
+        """Report a line of progress."""
         if self.rank.rank == 0:
             self.rank.send(text)
 
     def from_rank_0(self, value: T) -> T:
-        """Rank 0's ``value``, on every rank."""
+        """Return rank 0's ``value`` on every rank."""
         return self._from_rank(0, value)
 
     def from_all(self, value: T) -> list[T]:
-        """Every rank's ``value``, by rank."""
+        """Return every rank's ``value``, by rank."""
         return [self._from_rank(rank, value) for rank in range(self.rank.world_size)]
 
     def _from_rank(self, source: int, value: T) -> T:
-        # torch's own collectives of objects need numpy, which torch does not ask for.
+        # torch's collectives of objects need numpy, which torch does not require.
         given = bytearray(pickle.dumps(value) if self.rank.rank == source else b"")
         size = torch.tensor([len(given)])
         dist.broadcast(size, source)
@@ -87,27 +93,27 @@ class Trial:
         return value if self.rank.rank == source else pickle.loads(given)
 
     def differing(self, one: Hashes, other: Hashes) -> tuple[str, ...]:
-        """The names whose hashes differ on some rank."""
+        """Return the names whose hashes differ on some rank."""
         found = self.from_all(unlike(one, other))
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def copy(self) -> nn.Module:
-        """A copy of the model, of the weights in ``state``."""
+        """Copy the model with the weights in ``state``."""
         model = copy.deepcopy(self._model)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.data.copy_(self.state[name])
         return model
 
     def plain(self) -> nn.Module:
-        """A copy that is on this rank alone, with parameters of ``param_dtype``."""
+        """Copy the model without sharding, with parameters of ``param_dtype``."""
         model = self.copy()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.param_dtype or parameter.dtype)
         return model
 
     def wrapped(self) -> nn.Module:
-        """A copy as eager FSDP2."""
-        # Inputs are not cast by data_parallel() either.
+        """Copy the model and wrap it by ``fully_shard``."""
+        # data_parallel() does not cast inputs either.
         policy = MixedPrecisionPolicy(
             self.param_dtype, self.reduce_dtype, cast_forward_inputs=False
         )
@@ -116,8 +122,10 @@ class Trial:
     def ours(
         self, passes: Passes | None = None, compiler: Backend | None = None
     ) -> tuple[nn.Module, BucketingBackend, Run]:
-        """A copy as it is sharded and compiled, the backend, and what runs the copy; None takes
-        what the options say."""
+        """Copy, shard and compile the model; return it, the backend, and the compiled callable.
+
+        ``passes`` and ``compiler`` default to the options'.
+        """
         options = self.options
         model = self.copy()
         if options.shard is not None:
@@ -131,19 +139,19 @@ class Trial:
                 reduce_dtype=self.reduce_dtype,
             )
         taken = backend(compiler or options.backend, (passes or self.passes)(model), model)
-        torch.compiler.reset()  # so that no other copy's graph is taken
+        torch.compiler.reset()  # or Dynamo could reuse another copy's graph
         return model, taken, torch.compile(model, backend=taken)
 
     def passes(self, model: nn.Module) -> Sequence[GraphPass]:
-        """Those of the options, for a sharded model."""
-        if self.options.passes is not None:
-            return self.options.passes(model)
-        return recipe(model, units=self.options.units)
+        """Return the options' passes for a sharded model."""
+        options = self.options
+        given = options.passes(model) if options.passes else recipe(model, units=options.units)
+        return [part for each in given for part in each.expanded()]
 
     def train(
         self, model: nn.Module, run: Run, steps: int, stop_unlike: Sequence[str] | None = None
     ) -> tuple[Trained, list[Hashes]]:
-        """Digests of the weights after each step, and hashes of the gradients in it."""
+        """Train; return digests of the weights and hashes of the gradients of each step."""
         gradients: list[Hashes] = []
 
         def step(number: int) -> torch.Tensor:
@@ -154,18 +162,17 @@ class Trial:
         return train(model, step, steps, recompiles=True, stop_unlike=stop_unlike), gradients
 
     def gradients(self, model: nn.Module, run: Run, step: int) -> Hashes:
-        """Hashes of the gradients of one step."""
+        """Return hashes of the gradients of one step."""
         model.zero_grad()
         self.backward(run, step)
         return gradients_of(model)
 
     def batch(self, step: int) -> Any:
-        """This rank's inputs."""
+        """Return this rank's inputs."""
         return self._inputs(step, self.rank.rank) if callable(self._inputs) else self._inputs
 
     def backward(self, run: Run, step: int) -> torch.Tensor:
-        """Forward and backward of one step; returns the loss. Random numbers are those of the step
-        and the rank."""
+        """Run forward and backward, seeded by step and rank, and return the loss."""
         batch = self.batch(step)
         torch.manual_seed(step * self.rank.world_size + self.rank.rank)
         output = target.call(run, batch)
@@ -176,16 +183,16 @@ class Trial:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
             raise TargetError(
-                "the loss must be a tensor of one element that needs a gradient, and is a "
-                f"{type(loss).__name__}{shape}: let the model return it, or an output with a .loss,"
-                " or return (model, inputs, loss) with loss(output, inputs)"
+                "the loss must be a tensor of one element that requires a gradient, but is a "
+                f"{type(loss).__name__}{shape}. The model must return it, or an output with a "
+                ".loss; or return (model, inputs, loss) with loss(output, inputs)"
             )
         loss.backward()
         return loss
 
 
 def wrap(model: nn.Module, units: Iterable[Sequence[str]], mesh: DeviceMesh, **more: Any) -> Any:
-    """``fully_shard`` per unit, in place; a unit that occurs again is wrapped once."""
+    """Call ``fully_shard`` on each unit once, in place."""
     modules = canonical_modules(model)
     for unit in dict.fromkeys(tuple(unit) for unit in units):
         fully_shard([modules[name] for name in unit], mesh=mesh, **more)
@@ -193,7 +200,7 @@ def wrap(model: nn.Module, units: Iterable[Sequence[str]], mesh: DeviceMesh, **m
 
 
 def gradients_of(model: nn.Module) -> Hashes:
-    """Hashes of this rank's gradients."""
+    """Hash this rank's gradients."""
     found: Hashes = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -204,12 +211,12 @@ def gradients_of(model: nn.Module) -> Hashes:
 
 
 def unlike(one: Hashes, other: Hashes) -> list[str]:
-    """The names whose hashes differ."""
+    """Return the names whose hashes differ."""
     return [name for name, value in one.items() if other.get(name, "") != value]
 
 
 def hash_of(tree: Any) -> str:
-    """A hash of the tensors in nested containers."""
+    """Hash the tensors in nested containers."""
     total = hashlib.sha256()
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
@@ -219,7 +226,7 @@ def hash_of(tree: Any) -> str:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Full copies of all parameters and buffers, by name."""
+    """Copy all parameters and buffers, unsharded, by name."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     with torch.no_grad():
         return {

@@ -1,10 +1,10 @@
-"""How long each node of a graph takes on a described machine.
+"""Times of a graph's nodes on a described machine.
 
-Compute nodes take what torch's FLOP counter counts, over the machine's rate for their dtype, or the
-time to move their bytes if that is longer; other kernels move their bytes; views take nothing.
-Collectives take what the machine's table or its network levels say (:mod:`.machine`), else what
-torch's model of NCCL says (``torch._inductor.comm_analysis``, which follows NCCL's tuning model).
-Before all that a machine's own ``estimate`` is asked.
+A compute node takes its FLOPs, counted by torch's FLOP counter, over the machine's rate for their
+dtype, or the time to move its bytes if that is longer. Other kernels move their bytes; views take
+no time. A collective takes the time of the machine's table or network levels (:mod:`.machine`),
+else of torch's model of NCCL (``torch._inductor.comm_analysis``, which follows NCCL's tuning
+model). A machine's own ``estimate`` comes first.
 """
 
 from __future__ import annotations
@@ -39,23 +39,25 @@ _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
 
 
 class Costs:
-    """Milliseconds per node.
+    """Milliseconds of nodes and of planned buckets.
 
     Args:
-        machine: what it runs on.
+        machine: the machine to time them for.
         hints: numbers for sizes that depend on data.
+
+    Attributes:
+        by_torch: kinds of collectives that torch's model was used for.
     """
 
     def __init__(self, machine: Machine = H100, hints: SizeHints | None = None) -> None:
         self.machine = machine
         self.hints = hints or SizeHints()
         self.by_torch: set[str] = set()
-        """Kinds of collectives of which the machine told nothing."""
         self._known: dict[Any, float] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, node: fx.Node) -> float:
-        """Milliseconds that ``node`` keeps its stream busy; 0 for a view or a wait."""
+        """Return the milliseconds that ``node`` keeps its stream busy; 0 for a view or a wait."""
         if is_view(node):
             return 0.0
         if is_collective(node):
@@ -69,7 +71,7 @@ class Costs:
             inputs = self.result_bytes(node)  # the rest is not read
         ms = self.kernel(self.result_bytes(node) + inputs)
         if is_compute(node):
-            # Of what is multiplied: products of 8-bit values give wider ones.
+            # The rate is that of the factors: products of 8-bit values have a wider dtype.
             values = (
                 t for n in (*node.all_input_nodes, node) for t in tensors_in(n.meta.get("val"))
             )
@@ -79,29 +81,33 @@ class Costs:
         return ms
 
     def kernel(self, nbytes: int) -> float:
-        """Milliseconds of a kernel that reads and writes so many bytes and does little else."""
+        """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""
         return max(nbytes / self.machine.bandwidth * 1e3, self.machine.kernel_ms)
 
     def copy(self, nbytes: int) -> float:
-        """Milliseconds of a copy of so many bytes, as into or out of a bucket."""
+        """Time a copy of ``nbytes`` into or out of a bucket, in milliseconds."""
         return self.kernel(2 * nbytes)
 
     def pack(self, given: int, packed: int) -> float:
-        """Milliseconds of packing a gather bucket: torch concatenates the ``given`` bytes, then
-        copies and casts them into this rank's part of the buffer, ``packed`` bytes."""
+        """Time the packing of an all-gather bucket, in milliseconds."""
+        # torch concatenates the members, then casts them into this rank's part of the buffer.
         return self.copy(given) + self.kernel(given + 2 * packed)
 
     def bucket(self, members: Sequence[fx.Node]) -> float:
-        """Milliseconds of the collective that ``members`` make together."""
+        """Time the collective that merges ``members``, in milliseconds."""
         if len(members) == 1:
             return self.collective(members[0])
         return self.collective(members[0], sum(map(self.collective_bytes, members)))
 
     def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
-        """Milliseconds of a collective; ``nbytes``: as if it moved so many, input and output.
+        """Time a collective, in milliseconds.
+
+        Args:
+            node: its start.
+            nbytes: input and output together, where these are others than the node's own.
 
         Raises:
-            ValueError: the machine's ``estimate`` returned something else than a time or None.
+            ValueError: the machine's ``estimate`` returned neither a time nor None.
         """
         given = self._estimated(node, nbytes)
         if given is not None:
@@ -122,16 +128,16 @@ class Costs:
         return self._known[key]
 
     def as_kind(self, kind: str, like: fx.Node, nbytes: int, group: str | None = None) -> float:
-        """Milliseconds of a collective that is not in the graph.
+        """Time a collective that is not in the graph, in milliseconds.
 
         Args:
-            kind: as of :class:`.Machine`.
-            like: one with such values, which is in the graph.
-            nbytes: input and output.
-            group: its group; None: that of ``like``.
+            kind: a key of :data:`.COLLECTIVES`.
+            like: a collective of the graph with values of the same dtype and device.
+            nbytes: input and output together.
+            group: the name of its group; None: that of ``like``.
 
         Raises:
-            ValueError: as of :meth:`collective`.
+            ValueError: see :meth:`collective`.
         """
         graph, row = fx.Graph(), COLLECTIVES[kind]
         value = graph.placeholder("value")
@@ -142,14 +148,11 @@ class Costs:
         return self.collective(node, nbytes)
 
     def in_rank_order(self, members: Sequence[fx.Node]) -> list[tuple[int, float]]:
-        """What an all-to-all, or what else :func:`.steps_of` says, would make of reductions.
-
-        Args:
-            members: of one bucket.
+        """Time the collectives of :func:`.steps_of` that replace the reductions of a bucket.
 
         Returns:
-            For each collective the bytes that a rank receives, and milliseconds. The first one's
-            are added up behind it.
+            For each collective, the bytes that a rank receives, and milliseconds. The sum in rank
+            order comes after the first one.
         """
         first, found = members[0], list[tuple[int, float]]()
         kind, ranks = kind_of(first), group_size(first)
@@ -162,7 +165,7 @@ class Costs:
         return found
 
     def with_rings(self, nodes: Sequence[fx.Node], ms: Sequence[float]) -> list[float]:
-        """``ms`` of ``nodes``, but with reductions where they are sums in rank order."""
+        """Return ``ms`` of ``nodes`` as if sums in rank order were reductions again."""
         found = list(ms)
         for i, node in enumerate(nodes):
             kind = replaced_kind(node)
@@ -180,8 +183,10 @@ class Costs:
         return self._ranks[group]
 
     def shared_levels(self, groups: Iterable[str]) -> dict[str, str]:
-        """The network level of each group that is not the only one on it: inside nodes, or between
-        them. None where the machine does not know which ranks are on one node."""
+        """Map each group that shares its network level with others to that level.
+
+        Empty where the machine has no ``ranks_per_node``.
+        """
         if self.machine.ranks_per_node is None:
             return {}
         found: dict[str, list[str]] = {}
@@ -189,15 +194,13 @@ class Costs:
             ranks = self._ranks_of(group)
             if len(ranks) > 1:
                 _, nodes = self.machine.layout_of(ranks)
-                found.setdefault("inside nodes" if nodes == 1 else "between nodes", []).append(
-                    group
-                )
+                level = "inside nodes" if nodes == 1 else "between nodes"
+                found.setdefault(level, []).append(group)
         return {g: level for level, mine in found.items() if len(mine) > 1 for g in mine}
 
     def _estimated(self, node: fx.Node, nbytes: int | None) -> float | None:
-        if self.machine.estimate is None:
-            return None
-        ms = self.machine.estimate(node, nbytes)
+        estimate = self.machine.estimate
+        ms = None if estimate is None else estimate(node, nbytes)
         if ms is None:
             return None
         if not is_time(ms):
@@ -208,13 +211,13 @@ class Costs:
         return float(ms)
 
     def collective_bytes(self, node: fx.Node) -> int:
-        """Bytes that a collective moves, input and output together."""
+        """Count the bytes that a collective moves, input and output together."""
         out = node.kwargs.get("out")
         inputs = (a for a in node.all_input_nodes if a is not out)
         return self.result_bytes(node) + sum(map(self.result_bytes, inputs))
 
     def result_bytes(self, node: fx.Node) -> int:
-        """Bytes of the tensors that a node returns."""
+        """Count the bytes of the tensors that a node returns."""
         tensors = tensors_in(node.meta.get("val"))
         return sum(self.hints(t.numel()) * t.dtype.itemsize for t in tensors)
 
@@ -225,16 +228,16 @@ class Costs:
             return self._grouped_flops(node)
         target: Any = node.target
         count = flop_registry.get(getattr(target, "overloadpacket", None)) or flop_registry[target]
-        # Torch's formulas compare sizes, which ones that depend on data don't let them.
+        # torch's formulas compare sizes, so sizes that depend on data need numbers.
         known = self.hints.concrete
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known(n.meta.get("val")))
         try:
             return float(count(*args, **kwargs, out_val=known(node.meta.get("val"))))
         except (TypeError, AssertionError, ValueError, AttributeError):
-            return 0.0  # an overload that torch's formula does not take: its bytes are what counts
+            return 0.0  # the formula does not take this overload: its bytes count alone
 
     def _grouped_flops(self, node: fx.Node) -> float:
-        """Each group's rows, columns or terms are multiplied once, however they are divided."""
+        """Count the FLOPs of a grouped product, which do not depend on the groups' sizes."""
         # (rows, k) x (groups, k, n)       a group has some of the rows
         # (m, k) x (k, n)                  some of the terms: the gradient of the experts
         # (groups, m, k) x (k, columns)    some of the columns

@@ -1,4 +1,4 @@
-"""Machines by their data sheets, and the one that this job runs on."""
+"""Machines from data sheets, and the one that this job runs on."""
 
 from __future__ import annotations
 
@@ -35,22 +35,21 @@ GB200 = replace(  # 2,500, 1,250, 5,000 TFLOP/s; NVLink joins a rack of 72 GPUs,
     ranks_per_node=72,
 )
 
-_DEVICES = (GB200, B200, H200, H100, A100)  # a name may hold a later one's
+_DEVICES = (GB200, B200, H200, H100, A100)  # a name may contain a later one's
 
 
 def job_machine() -> Machine:
-    """The machine that estimates are for where none is given.
+    """Return the machine that estimates are for by default.
 
-    Its rates and links are those of the current CUDA device, by its name; of an H100 where that is
-    not known, or where there is none, which the machine's name then says. A node has
-    ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets, else those of the device's usual node; GPUs
-    that NVLink joins across hosts (GB200) are on one. Ranks compare it before they run what was
-    planned with it.
+    Rates and links are those of the current CUDA device, found by its name. An unknown device, or
+    none, counts as an H100, and the machine's name shows that. A node has ``LOCAL_WORLD_SIZE``
+    ranks, which torchrun sets, else as many as the device's usual node. Ranks compare the machine
+    before they run a plan made with it.
     """
     machine, why = _by_name()
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(local) if local.isdecimal() and int(local) else machine.ranks_per_node
-    if machine is GB200:
+    if machine is GB200:  # NVLink joins the hosts of a rack
         ranks = machine.ranks_per_node
     return replace(machine, name=machine.name + why, ranks_per_node=ranks)
 

@@ -52,17 +52,16 @@ class _Event(NamedTuple):
 
 
 class RankTrace(NamedTuple):
-    """One rank's trace. ``host`` is "" where the trace does not name it, ``events`` are in the
-    order of their launches, ``kernel_us`` has the GPU time by the ID of the operator."""
+    """One rank's trace."""
 
     path: str
     rank: int
     world_size: int
-    host: str
+    host: str  # "" where the trace does not name it
     base_us: float
-    events: list[_Event]
+    events: list[_Event]  # in the order of their launches
     operators: list[dict[str, Any]]
-    kernel_us: Mapping[Any, float]
+    kernel_us: Mapping[Any, float]  # GPU time by the ID of the operator
 
 
 def read_trace(path: str | Path) -> RankTrace:
@@ -269,8 +268,10 @@ def _matched(
 
 
 def rates(traces: Sequence[RankTrace]) -> tuple[dict[str, float], float | None]:
-    """Compute operations per second of large matrix products by dtype, and bytes per second of
-    large copies (None without any), from traces with shapes."""
+    """Compute FLOPs per second of large products, by dtype, and bytes per second of large copies.
+
+    The traces need shapes. Without large copies their rate is None.
+    """
     work: dict[str, list[tuple[float, float]]] = {}
     for trace in traces:
         on_gpu = bool(trace.kernel_us)

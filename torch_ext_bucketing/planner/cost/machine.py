@@ -1,8 +1,8 @@
 """The machine that a graph runs on: the speed of one GPU and of its networks.
 
-A group of ranks is told by its *layout*: its number of ranks, and the number of nodes that they are
-on. Ranks of one node talk over one level of the network, nodes over another, which may be ten times
-slower; so eight ranks of one node and eight ranks on eight nodes are different groups.
+The time of a collective depends on its group's *layout*: the number of ranks, and the number of
+nodes that they are on. Ranks of one node use one level of the network, nodes another, which may be
+ten times slower. So eight ranks of one node and eight ranks on eight nodes are different groups.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Level:
 
     Args:
         bandwidth: bytes per second that each rank sends and, at the same time, receives.
-        latency_ms: milliseconds that a message takes however small it is.
+        latency_ms: milliseconds of the smallest message.
 
     Raises:
-        ValueError: a bandwidth that is no positive number, a latency that is none of at least 0.
+        ValueError: ``bandwidth`` is not positive, or ``latency_ms`` is negative.
     """
 
     bandwidth: float
@@ -57,31 +57,28 @@ class Machine:
         flops: operations per second that matrix products reach, by dtype name such as
             ``"bfloat16"``.
         other_flops: the same for dtypes that ``flops`` does not name.
-        bandwidth: bytes per second that kernels move, read and written.
-        kernel_ms: least time of a kernel, in milliseconds.
-        collectives: measured times: ``(kind, (ranks, nodes))`` to ``(bytes, ms)`` pairs; kind is
-            one of ``all_gather``, ``reduce_scatter``, ``all_reduce`` and ``all_to_all``, bytes are
-            the input's and the output's together. ``(kind, ranks)`` stands for groups on one node,
-            and for all groups where ``ranks_per_node`` is None. Between two sizes the time is
-            interpolated, beyond the last one extrapolated by bandwidth.
-        ranks_per_node: ranks 0 to n - 1 are on one node, the next n on another, and so on; None:
-            not known, all groups count as on one node.
-        intra: the network inside a node. Where ``collectives`` has no time for a group, the two
-            levels tell it, see :meth:`.Machine.network_ms`; without them torch's estimate does.
-        inter: the network between nodes; for its ``bandwidth``, every rank of a node has as much.
-        estimate: ``(node, nbytes | None) -> ms | None``, asked first, for kernels and collectives:
-            ``nbytes`` is of input and output together where a bucket that isn't made yet is timed,
-            None for the node as it is; None as answer leaves it to the rest of the machine. Ask no
-            clock: every rank must get the same answers. Without a ``uuid()`` it keeps Inductor's
-            caches away.
+        bandwidth: bytes per second that kernels read and write.
+        kernel_ms: milliseconds of the smallest kernel.
+        collectives: measured times, ``(kind, (ranks, nodes))`` to ``(bytes, ms)`` pairs. Kind is a
+            key of :data:`.COLLECTIVES`, bytes are input and output together. ``(kind, ranks)``
+            stands for groups on one node, and for all groups where ``ranks_per_node`` is None.
+            Times are interpolated between sizes and extrapolated by bandwidth beyond the last.
+        ranks_per_node: ranks 0 to n - 1 are on one node, the next n on another, and so on. None:
+            unknown, all groups count as on one node.
+        intra: the network inside a node. Groups without a time in ``collectives`` take that of the
+            two levels (:meth:`.Machine.network_ms`), or torch's estimate where there are none.
+        inter: the network between nodes. Every rank of a node has its ``bandwidth``.
+        estimate: ``(node, nbytes | None) -> ms | None``, called first, for kernels and collectives.
+            ``nbytes`` (input and output) is given for a bucket that isn't merged yet. None leaves
+            the node to the rest of the machine. It must return the same on every rank, so it must
+            read no clock. Without a ``uuid()`` it disables Inductor's caches.
 
     Raises:
-        TypeError: ``flops`` or ``collectives`` is no mapping, ``intra`` or ``inter`` no
-            :class:`.Level`, or ``estimate`` no callable.
-        ValueError: a rate that is no positive number, a time that is none of at least 0, a
-            number of ranks below 1, levels without ``ranks_per_node`` or one without the other, a
-            key that names no group layout, or a series of measurements that is empty or holds
-            something else than bytes above 0 and times.
+        TypeError: ``flops`` or ``collectives`` is not a mapping, ``intra`` or ``inter`` not a
+            :class:`.Level`, or ``estimate`` not callable.
+        ValueError: a rate is not positive, a time is negative, ``ranks_per_node`` is below 1, one
+            of the levels or ``ranks_per_node`` is missing, or ``collectives`` has an unknown key or
+            an empty or malformed series.
     """
 
     name: str = "machine"
@@ -123,7 +120,7 @@ class Machine:
             for point in series:
                 pair = isinstance(point, (tuple, list)) and len(point) == 2
                 if not pair or not all(map(is_time, point)) or not point[0]:
-                    raise ValueError(f"collectives[{key!r}]: {point!r} is no (bytes above 0, ms)")
+                    raise ValueError(f"collectives[{key!r}]: {point!r} is not (bytes above 0, ms)")
 
     @property
     def _levels(self) -> tuple[Level, Level, int] | None:
@@ -133,29 +130,28 @@ class Machine:
         return self.intra, self.inter, self.ranks_per_node
 
     def describe(self) -> str:
-        """Its name, and how many ranks a node has, for a report."""
+        """Return its name and the number of ranks per node, for a report."""
         n = self.ranks_per_node
         return f"{self.name}, {'nodes unknown' if n is None else f'{n} rank(s) a node'}"
 
     def layout_of(self, ranks: Sequence[int]) -> GroupLayout:
-        """How many ranks a group has, and on how many nodes. ``ranks``: their global numbers."""
+        """Count the ranks of a group and the nodes that these global ranks are on."""
         n = self.ranks_per_node
         return len(ranks), 1 if n is None else len({rank // n for rank in ranks})
 
     def network_ms(self, kind: str, ranks: Sequence[int], nbytes: int) -> float | None:
-        """Milliseconds of a collective by table or by levels; None where neither tells.
+        """Estimate the milliseconds of a collective; None without a table entry or levels.
 
-        By levels: of n ranks on k nodes, rings move (n - 1) / n of the buffer past every rank, for
-        an all-reduce twice. Inside a node at ``intra``'s bandwidth; between nodes every rank of a
-        node adds ``inter``'s, and the slower of the two counts. Of the n - 1 steps k - 1 have the
-        latency between nodes (as in NCCL's tuning model, ``src/graph/tuning.cc``). In an all-to-all
-        each rank sends what is for its own node and what is for others at the same time, one
-        message each.
+        Levels follow NCCL's tuning model (``src/graph/tuning.cc``). A ring moves (n - 1) / n of the
+        buffer past every one of n ranks, for an all-reduce twice, at the bandwidth of the slower
+        level: ``intra``'s, or the sum of ``inter``'s over the ranks of a node. Of its n - 1 steps,
+        k - 1 have the latency between k nodes. In an all-to-all each rank sends one message to each
+        level at the same time.
 
         Args:
-            kind: as in ``collectives``.
-            ranks: of the group, by their global numbers.
-            nbytes: of input and output together.
+            kind: a key of :data:`.COLLECTIVES`.
+            ranks: the global ranks of the group.
+            nbytes: input and output together.
         """
         layout = self.layout_of(ranks)
         series = self.collectives.get((kind, layout))
@@ -187,10 +183,10 @@ class Machine:
         return kind_row.rounds * (buffer * (n - 1) / n / min(speeds) * 1e3 + steps)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, for :meth:`load`.
+        """Write the machine as JSON, for :meth:`load`.
 
         Raises:
-            ValueError: it has an ``estimate``, which no file can hold.
+            ValueError: it has an ``estimate``.
             OSError: the file can't be written.
         """
         if self.estimate is not None:
@@ -208,11 +204,11 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read what :meth:`save` or ``python -m torch_ext_bucketing measure`` wrote.
+        """Read a file of :meth:`save` or of ``python -m torch_ext_bucketing measure``.
 
         Raises:
             ValueError: the file holds no machine.
-            OSError: it can't be read.
+            OSError: the file can't be read.
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
@@ -238,24 +234,22 @@ class Machine:
         ranks_per_node: int | None = None,
         like: Machine | None = None,
     ) -> Machine:
-        """A machine by traces of a run, of which each rank wrote one.
+        """Make a machine from profiler traces of a run, one per rank (:mod:`.kineto`).
 
-        ``torch.profiler`` with ``record_shapes=True``, the same steps on all ranks, and
-        ``export_chrome_trace``. A collective is timed from the arrival of its last rank, without
-        the wait for it (:mod:`.kineto`); of several of one size the median counts, of several
-        groups of one layout the slowest. Times are those of the run, so collectives that ran beside
-        others share the network in them. Products and copies tell rates where they are large.
+        Record them with ``torch.profiler``, ``record_shapes=True`` and ``export_chrome_trace``, the
+        same steps on all ranks. A collective's time excludes the wait for its last rank. The median
+        of equal sizes counts, and the slowest group of a layout. Collectives that overlapped shared
+        the network. Large products and copies give the rates.
 
         Args:
             paths: the files, ``.json`` or ``.json.gz``.
-            ranks_per_node: as of the class; None: told by the traces' host names, which takes the
-                traces of all ranks, from torch 2.13 or later.
-            like: what the traces don't tell is taken from it; :data:`.H100` by default.
+            ranks_per_node: see the class. None: counted by the hosts that traces of all ranks name,
+                since torch 2.13.
+            like: the machine to take everything else from, by default :data:`.H100`.
 
         Raises:
-            ValueError: no traces, one that is not of a distributed run, two of one rank, ranks
-                that don't show the same collectives, no collective of which all ranks are there, or
-                hosts that are not named or don't have ranks 0 to n - 1, the next n, and so on.
+            ValueError: the traces are not of all ranks of a group in one distributed run, don't
+                show the same collectives, or don't show how ranks are spread over hosts.
             OSError: a file can't be read.
         """
         traces = [read_trace(path) for path in paths]
@@ -296,10 +290,11 @@ class Machine:
 
 
 def _ranks_per_node(traces: Sequence[RankTrace]) -> int:
+    """Count the ranks of a host; a ValueError unless hosts have consecutive ranks."""
     unnamed = [trace.path for trace in traces if not trace.host]
     if unnamed:
         raise ValueError(
-            f"{unnamed[0]} does not name its host, as torch's traces do from 2.13 on; give "
+            f"{unnamed[0]} does not name its host, as torch's traces do since 2.13; give "
             "ranks_per_node"
         )
     hosts: dict[str, list[int]] = {}
@@ -310,7 +305,7 @@ def _ranks_per_node(traces: Sequence[RankTrace]) -> int:
     world = list(range(traces[0].world_size))
     if blocks != [world[i : i + n] for i in range(0, len(world), n)]:
         raise ValueError(
-            f"the traces don't tell how many ranks a node has, by host: {hosts}; give "
+            f"the hosts of the traces don't have equally many consecutive ranks: {hosts}; give "
             "ranks_per_node"
         )
     return n
@@ -344,8 +339,7 @@ def _is_key(key: object) -> bool:
 
 
 def tensor_core_rates(half: float, eight: float | None = None) -> dict[str, float]:
-    """Map dtypes to operations per second: ``half`` in 16 bit, half of that in TF32, ``eight`` in
-    8 bit."""
+    """Map dtypes to rates: ``half`` in 16 bit, half of that in TF32, and ``eight`` in 8 bit."""
     found = {"bfloat16": half, "float16": half, "float32": half / 2}
     return found if eight is None else {**found, "float8_e4m3fn": eight, "float8_e5m2": eight}
 
@@ -357,17 +351,17 @@ H100 = Machine(
     flops=tensor_core_rates(692e12, 1385e12),
     bandwidth=2.7e12,
     # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.
-    # About eight tenths of both are reached. NCCL's tuning model has 3.4 and 14 us for a step of a
-    # ring by its Simple protocol (src/graph/tuning.cc), to which launching and other traffic add.
+    # About eight tenths of both are reached. NCCL's tuning model (src/graph/tuning.cc) has 3.4 and
+    # 14 us for a step of a ring by its Simple protocol; launches and other traffic add to that.
     ranks_per_node=8,
     intra=Level(360e9, 0.012),
     inter=Level(42e9, 0.03),
 )
-"""Nodes of eight H100s; what a job is timed for where its own machine is not known."""
+"""Nodes of eight H100s: the default where a job's own machine is unknown."""
 
 
 def check_machine(machine: object) -> None:
-    """Raise a TypeError unless ``machine`` is one."""
+    """Raise a TypeError unless ``machine`` is a :class:`Machine`."""
     if not isinstance(machine, Machine):
         raise TypeError(f"machine must be a Machine, such as H100, got {machine!r}")
 

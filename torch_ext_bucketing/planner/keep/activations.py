@@ -1,16 +1,16 @@
-"""What backward may compute again rather than read: the activations of a joint graph, in groups.
+"""Group the activations of a joint graph that backward may recompute.
 
-A group is what one stretch of forward computes of one sort: matrix products, attention, collectives
-on activations, and all the rest, which is cheap. A stretch is what reads the parameters of a unit,
-and what that leads to, up to where the next unit's are read; a unit that is read in two places has
-two, such as a root with embedding and head. What a stretch hands on is in no group: it is saved, so
-that nothing is computed again for more than one of them at a time::
+A group is one sort of node in one stretch of forward: matrix products, attention, collectives on
+activations, or other nodes, which are cheap. A stretch begins where the parameters of a unit are
+read and ends where the next unit's are read. A unit that is read in two places, such as a root with
+embedding and head, has two stretches. What a stretch hands to the next one is always saved, so that
+backward recomputes one stretch at a time::
 
     block 3   x -> norm -> mm -> silu -> mm -> add -> y       y, and x before it, are saved;
               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^             the rest is in groups
 
-In no group, either, are nodes that the user marked (``torch.utils.checkpoint``), that draw random
-numbers, have effects, or make sizes that depend on data.
+Nodes that the user marked (``torch.utils.checkpoint``), that draw random numbers, have effects, or
+make sizes that depend on data, are not in any group.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ...graph.collectives import (
 
 
 class Stretch(NamedTuple):
-    """A part of forward between two units.
+    """A part of forward that reads the parameters of one unit.
 
     Args:
-        number: which one it is, in the order of the graph.
-        unit: whose parameters it reads.
-        nth: of the unit, from 1 on.
+        number: index in graph order.
+        unit: name of the unit.
+        nth: which of the unit's stretches it is, from 1.
     """
 
     number: int
@@ -56,15 +56,14 @@ class Activations:
     """The activations of a joint graph.
 
     Args:
-        graph: tagged. It is only read.
-        unit_of: the name of a gather's unit.
-        moves: nodes between parameters and their uses, which are gathered again or not by
-            themselves.
+        graph: a tagged joint graph.
+        unit_of: returns the name of an all-gather's unit.
+        moves: nodes between parameters and their uses, which are not activations.
 
     Attributes:
-        groups: the nodes by stretch and sort, in the order of the graph.
-        views: nodes that run no kernel on what is in a group: they are never saved.
-        saved: what stretches hand on, and other nodes that must not run twice.
+        groups: nodes by stretch and sort, in graph order.
+        views: views of nodes in groups; they are never saved.
+        saved: nodes that stretches hand on, and nodes that must not run twice.
     """
 
     def __init__(
@@ -82,15 +81,18 @@ class Activations:
         self._outputs = {a for n in graph.find_nodes(op="output") for a in n.all_input_nodes}
         self._moves = moves
         self._stretch: dict[fx.Node, Stretch] = {}
-        self._units: dict[fx.Node, str] = {}  # of what comes of parameters alone
+        self._units: dict[fx.Node, str] = {}  # units of nodes that depend on parameters only
         self._find_stretches(unit_of)
         self._hand_down()
         for node in self._nodes:
             self._sort(node)
 
     def _find_stretches(self, unit_of: Callable[[fx.Node], str | None]) -> None:
-        """A node is in the latest stretch that it reads of; where it reads parameters of another
-        unit, in the latest of that unit if it is behind, and else in a new one."""
+        """Assign nodes to stretches.
+
+        A node is in the latest stretch that it reads from. If it reads parameters of another unit,
+        it is in that unit's latest stretch if that comes later, and otherwise begins a new one.
+        """
         stretch, units = self._stretch, self._units
         latest: dict[str, Stretch] = {}
         for node in self._inside:
@@ -108,23 +110,27 @@ class Activations:
                     number = 1 + max((s.number for s in latest.values()), default=-1)
                     last = latest[unit] = Stretch(number, unit, 1 + (last.nth if last else 0))
                 stretch[node] = last
-        for node in reversed(units):  # such as a sum of weights: where it is read first
+        # A node such as a sum of weights belongs where it is read first.
+        for node in reversed(units):
             readers = [stretch[u] for u in node.users if u in stretch]
             if readers and node not in self._moves:
                 stretch[node] = min(readers)
 
     def _later(self, node: fx.Node) -> bool:
-        """Whether a later stretch, or who calls the graph, reads the node."""
+        """Return whether a later stretch reads the node, or it is an output."""
         mine = self._stretch[node]
         users = (self._stretch.get(u) for u in node.users if u in self._inside)
         return node in self._outputs or any(u is not None and u > mine for u in users)
 
     def _hand_down(self) -> None:
-        """Let the first cheap nodes of a stretch, such as a norm's before its weight is read, be
-        its own: they read what an earlier one hands on, and nobody else reads them."""
+        """Move cheap nodes that only a later stretch reads into that stretch.
+
+        An example is a norm before its weight is read. Such nodes read what an earlier stretch
+        hands on.
+        """
         stretch, inside = self._stretch, self._inside
         first: dict[fx.Node, Stretch] = {}
-        ends: set[fx.Node] = set()  # what only backward reads
+        ends: set[fx.Node] = set()  # nodes that only backward reads
         for node in reversed(self._nodes):
             users = [u for u in node.users if u in inside and u not in ends]
             if not users and node not in self._outputs:
@@ -152,7 +158,7 @@ class Activations:
             self.saved[node] = None
         elif is_view(node) and not is_wait(node) and whole is node:
             self.views[node] = None
-        else:  # of several results each has a node, which goes with the one that makes them
+        else:  # a ``getitem`` is in the group of the node with several results
             self.groups.setdefault((stretch, _sort_of(whole)), []).append(node)
 
 
@@ -169,7 +175,7 @@ def _sort_of(node: Any) -> str:
 
 
 def _may_run_twice(node: fx.Node) -> bool:
-    """Whether a node gives the same result again, and does nothing else."""
+    """Return whether running a node twice gives the same result and has no effects."""
     if node.meta.get("unbacked_bindings") or not tensors_in(node.meta.get("val")):
         return False
     if is_wait(node) or is_collective(node):

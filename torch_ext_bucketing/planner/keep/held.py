@@ -32,10 +32,10 @@ class HeldUnits:
         self._partitioned = partitioned
         self._forward, self._backward = partitioned.forward, partitioned.backward
         backward = self._backward
-        self.again_ms = [0.0 for _ in partitioned.units]
-        for i, k in enumerate(partitioned.unit_of_place(backward)):
+        self.again_ms = [0.0 for _ in partitioned.keepables]
+        for i, k in enumerate(partitioned.keepable_of_place(backward)):
             if k is not None:
-                gathers = bool(partitioned.units[k].starts)
+                gathers = bool(partitioned.keepables[k].starts)
                 if not gathers or backward.group[i] is not None:
                     self.again_ms[k] += backward.ms[i]
         self._first = {s: i for i, new in enumerate(backward.liveness.allocates) for s in new}
@@ -51,7 +51,7 @@ class HeldUnits:
             read.update(part.read)
         first_ms, then_ms = _kernels_before(self._forward), _kernels_before(backward)
         self.held_ms = []
-        for unit in partitioned.units:
+        for unit in partitioned.keepables:
             made = [self._made[s] for s in unit.held if s in self._made]
             last = max(made, default=len(self._forward)) + bool(made)
             first = max((read[s] for s in unit.held), default=0)

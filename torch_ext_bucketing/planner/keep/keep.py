@@ -1,43 +1,36 @@
-"""What stays from forward to backward within a bound on memory: gathered parameters of units, and
-activations, which are computed again otherwise.
+"""Choose what stays in memory from forward to backward under a bound.
 
-Keeping a unit saves its gathers in backward and holds their bytes from its last use in forward to
-its first in backward. What it saves depends on all others: a gather that runs under computation
-saves nothing, until so many of the others are kept that the stream is free anyway; and what is kept
-takes the room in which other gathers are prefetched. So choices are compared by schedules of both
-halves. The first ones take units by the time of their gathers for the bytes and the time that they
-are held (:mod:`.planner.keep.held`), once as many as fit, once a little less and more. Activations
-are taken by the time that computing them again takes for their bytes: it is never hidden, and at
-the start of backward, where most is live, all of them are there. Either they come first or the
-parameters do. Parameters that are kept in part, to be gathered in a smaller group, come before
-those that are kept whole: they save most of the time for little memory. Then, as far as the size of
-the graph allows, the neighbours of the best ones are looked at; and the fastest that keeps the
-bound is taken.
+Keeping a unit's gathered parameters saves its all-gathers in backward and holds their bytes from
+the last use in forward to the first in backward. What it saves depends on the other choices: a
+gather that is hidden under computation saves nothing until enough others are kept; and kept bytes
+leave less room for prefetching. So choices are compared by schedules of both halves.
 
-Nothing depends on clocks or hash order: the same graph gives the same choice on every rank.
+The first choices are greedy. They rank
+
+- parameters by the time of their gathers per byte and time held (:mod:`.planner.keep.held`),
+- activations by the time to recompute them per byte: recomputation is never hidden, and at the
+  start of backward, where the peak is, all of them are live,
+- parts of parameters, gathered again in a smaller group, before whole ones: they save most of the
+  time for little memory,
+
+and fill the bound, a little less, and a little more. Then the search schedules neighbours of the
+best choices, as far as the size of the graph allows, and takes the fastest that keeps the bound.
+Ties and ranks don't depend on clocks or hash order, so all ranks choose alike.
 """
 
 from __future__ import annotations
 
 import bisect
-import operator
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import torch.fx as fx
-
 from ..._gc import paused_gc
-from ...bucketing.plan import BucketPlanner
 from ...fsdp.units import Units
-from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
-from ...rewrites.reshard_to import Smaller
-from ..cost.cost import Costs
-from ..cost.machine import H100, Machine
 from ..schedule.memory import within
 from ..schedule.model import Model
 from ..schedule.overlap import Overlap
@@ -50,35 +43,33 @@ from .partitioned import PartitionedModel
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
 
+# Budget of the search: most nodes to schedule over all choices, and the same for small graphs.
 _NODES = 12_000
 _SMALL_NODES = 30_000
-"""How many nodes may be scheduled, over all choices looked at, and how many of small graphs."""
-_FEW = 2
-"""At least so many choices are scheduled, and no more of a large graph."""
+_SMALL = 500  # most nodes of a small graph
+_FEW = 2  # choices scheduled at least, and of a large graph at most
+_SCHEDULED = 120  # choices scheduled at most
+_MANY = 32  # with more keepables, don't try each in the remaining room, and don't exchange pairs
+
+# If an order that misses the bound is faster than the best that keeps it by this factor, orders
+# under a lower bound are tried.
 _FAR = 1.1
-"""Where an order that misses the bound is so many times as fast as the best that keeps it, orders
-are made under a lower one."""
-_SCHEDULED = 120
-"""At most so many choices are scheduled."""
-_MANY = 32
-"""Of more units not each is tried in what room is left, and no two are exchanged."""
-_SMALL = 500
-"""Up to so many nodes a graph is a small one."""
+
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
 CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
-"""The bounds of a curve, in parts of the peak with everything gathered again."""
+"""Bounds of a curve, relative to the peak with nothing kept."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The schedules of forward and backward that a choice leads to.
+    """Schedules of forward and backward with a choice.
 
     Args:
-        kept: places of the units.
-        step_ms: of both halves together.
-        peak_bytes: the larger of both.
+        kept: indices of the keepables.
+        step_ms: sum of both halves.
+        peak_bytes: larger peak of both halves.
         above: bytes of the peak above the bound.
-        misses: by how much other bounds are missed, as parts of them.
+        misses: sum over other bounds of (value - bound) / bound.
     """
 
     kept: frozenset[int]
@@ -89,95 +80,74 @@ class Outcome:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The least is the best; of equals the one that gathers less."""
+        """Sort key, the smallest is the best; of equals the choice that keeps more."""
         return self.above, *rank(self.misses, self.step_ms, -len(self.kept))
 
-
-_rank = operator.attrgetter("rank")
+    def __lt__(self, other: Outcome) -> bool:
+        return self.rank < other.rank
 
 
 class KeepPlanner:
-    """Chooses what stays gathered in one graph, for any number of bounds.
+    """Choose what stays in one graph, for any number of bounds.
 
     Args:
-        graph: a tagged joint graph. It is only read.
-        units: which parameters are kept or not together.
-        policies: what bounds and guides the orders of both halves.
-        machine: what the cost model times nodes for.
-        size_hints: as of :func:`.backend`.
-        planner: see :class:`.PartitionedModel`.
-        rank_order: see :func:`.merged_model`.
-        activations: whether to choose which activations are kept, too.
-        smaller: a group in which backward may gather what is kept in part.
+        partitioned: model of the graph.
+        policies: see :func:`.schedule`; for both halves.
+
+    Attributes:
+        candidates: indices of keepables that are worth keeping.
+        reference_bytes: peak with nothing kept, collectives merged, in graph order.
+        tried: number of choices that were scheduled.
 
     Raises:
-        TypeError: as of :func:`.schedule`.
-        ValueError: the graph is not in topological order; else as of :func:`.schedule`.
+        TypeError, ValueError: see :func:`.schedule`.
     """
 
     def __init__(
         self,
-        graph: fx.Graph,
-        units: Units,
+        partitioned: PartitionedModel,
         policies: Policy | Iterable[Policy] = DEFAULT_POLICIES,
-        machine: Machine = H100,
-        size_hints: SizeHints | GivenHints = None,
-        planner: BucketPlanner | None = None,
-        rank_order: bool = False,
-        activations: bool = False,
-        smaller: Smaller | None = None,
     ) -> None:
         clock = time.perf_counter()
-        self.hints = SizeHints.of(size_hints)
-        self.machine = machine
+        self.partitioned = partitioned
+        self._keepables = keepables = partitioned.keepables
         self._policies = policies_of(policies)
         with paused_gc():
-            costs = Costs(machine, self.hints)
-            self.partitioned = PartitionedModel(
-                graph, costs, units, planner, rank_order, activations, smaller
-            )
-            self._held = HeldUnits(self.partitioned)
-        self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
-        gathers = [k for k in self.candidates if self.partitioned.units[k].starts]
-        others = [k for k in self.candidates if not self.partitioned.units[k].starts]
+            self._held = HeldUnits(partitioned)
+        self.candidates = [k for k, one in enumerate(keepables) if one.held]
+        gathers = [k for k in self.candidates if keepables[k].starts]
+        others = [k for k in self.candidates if not keepables[k].starts]
         gathers.sort(key=self._worth, reverse=True)
         others.sort(key=self._density, reverse=True)
-        parts = [k for k in gathers if k in self.partitioned.parts]
-        whole = [k for k in gathers if k not in self.partitioned.parts]
+        parts = [k for k in gathers if k in partitioned.parts]
+        whole = [k for k in gathers if k not in partitioned.parts]
         self._rankings = [*dict.fromkeys([(*others, *whole), (*whole, *others)])]
         self._with_parts = [*dict.fromkeys([(*parts, *others, *whole), (*others, *parts, *whole)])]
-        self._largest = max((self.partitioned.units[k].nbytes for k in self.candidates), default=0)
-        # Ranks may differ in what pads and cuts their shards.
-        halves = (self.partitioned.forward, self.partitioned.backward)
+        self._largest = max((keepables[k].nbytes for k in self.candidates), default=0)
+        # Nodes that pad and cut shards are not counted: ranks may differ in them.
         self._size = sum(
-            len(h) - sum(n in h.graph.shard_side.nodes for n in h.dependencies.nodes)
-            for h in halves
+            len(half) - sum(n in half.graph.shard_side.nodes for n in half.dependencies.nodes)
+            for half in (partitioned.forward, partitioned.backward)
         )
-        self._distinct = self.partitioned.distinct
+        self._distinct = partitioned.distinct
         self._outcomes: dict[tuple[_Set, int], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
-        self._order: Sequence[int] = ()  # of backward with everything gathered again
-        self._nothing_bytes = self._held.peak_bytes(())
-        self._at_start = self.partitioned.backward.liveness.at_start
+        self._order: Sequence[int] = ()  # of backward with nothing kept
+        self.reference_bytes = self._held.peak_bytes(())
+        self._at_start = partitioned.backward.liveness.at_start
         self.tried = 0
-        self.seconds = time.perf_counter() - clock
-
-    @property
-    def reference_bytes(self) -> int:
-        """The peak with everything gathered again, merged and in the order of the graph."""
-        return self._nothing_bytes
+        self._seconds = partitioned.seconds + time.perf_counter() - clock
 
     def choose(self, limit: int) -> Outcome:
-        """The fastest choice that keeps the bound, in bytes; where none does, that of the smallest
-        peak."""
+        """Return the fastest choice within ``limit`` bytes, or the one with the smallest peak."""
         with paused_gc():
             best = self._choose(limit, self._rankings)
-            if self.partitioned.parts:  # a choice more never makes a step longer
-                best = min(best, self._choose(limit, self._with_parts), key=_rank)
+            if self.partitioned.parts:  # a further choice never makes the step longer
+                best = min(best, self._choose(limit, self._with_parts))
             return best
 
     def scheduled(self, kept: Collection[int], limit: int) -> Outcome:
-        """The schedules of a choice under a bound in bytes."""
+        """Schedule both halves with a choice under a bound in bytes, once."""
         key = (self._distinct(kept), limit)
         if key not in self._outcomes:
             self._outcomes[key] = self._scheduled(*key)
@@ -193,7 +163,7 @@ class KeepPlanner:
         return Outcome(kept, first[0] + second[0], peak, max(0, peak - limit), misses)
 
     def _known_forward(self, model: Model, limit: int) -> tuple[float, int, float] | None:
-        """Forward in the order that was found for it before, where what is kept leaves room."""
+        """Evaluate a choice's forward in the order found before; None if it exceeds the bound."""
         if self._forward is None:
             return None
         order, step, misses = self._forward
@@ -225,21 +195,21 @@ class KeepPlanner:
     def _choose(self, limit: int, rankings: Sequence[Sequence[int]]) -> Outcome:
         nodes = _SMALL_NODES if self._size <= _SMALL else _NODES
         left = most = max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
-        # What fits, what leaves room for one more gather, and what fits only if an order needs less
-        # than that of the graph, which is known afterwards.
+        # Fill the bound; leave room for one more gather; and fill more than the bound, since
+        # another order may need less memory than the graph's.
         rooms = [limit, limit - self._largest, limit + self._largest][:most]
         rooms = rooms[:1] if most == _FEW and len(rankings) > 1 else rooms
         least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
         found = [self._fitting(room, ranked, least) for room in rooms for ranked in rankings]
-        if len(rankings) > 1:  # with all the rest of the room for prefetching
-            found.insert(1, frozenset(k for k in found[0] if not self.partitioned.units[k].starts))
+        if len(rankings) > 1:  # leave the rest for prefetching
+            found.insert(1, frozenset(k for k in found[0] if not self._keepables[k].starts))
         firsts = dict.fromkeys(map(self._distinct, [(), *found]))
         seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
-        best = min(seen.values(), key=_rank)
+        best = min(seen.values())
         unexplored = dict(seen) if most > _FEW else {}
         while unexplored:
-            here = min(unexplored.values(), key=_rank)
+            here = min(unexplored.values())
             for kept in self._near(here.kept, limit + self._largest, rankings[0]):
                 if kept in seen:
                     continue
@@ -247,7 +217,7 @@ class KeepPlanner:
                     return best
                 left -= 1
                 seen[kept] = unexplored[kept] = self.scheduled(kept, limit)
-                if seen[kept].rank < best.rank:
+                if seen[kept] < best:
                     best = seen[kept]
                     break
             else:
@@ -255,44 +225,44 @@ class KeepPlanner:
         return best
 
     def _worth(self, k: int) -> tuple[float, int]:
-        """Time of a unit's gathers for the bytes and the time that it holds them."""
-        cost = self.partitioned.units[k].nbytes * max(self._held.held_ms[k], 1e-6)
+        """Return the time of a unit's gathers per byte and time held."""
+        cost = self._keepables[k].nbytes * max(self._held.held_ms[k], 1e-6)
         return self._held.again_ms[k] / cost, -k
 
     def _density(self, k: int) -> tuple[float, int]:
-        """Time that activations take to be computed again for their bytes; the last ones first."""
-        return round(self._held.again_ms[k] / self.partitioned.units[k].nbytes, 15), k
+        """Return the time to recompute activations per byte; later ones are preferred."""
+        return round(self._held.again_ms[k] / self._keepables[k].nbytes, 15), k
 
     def _fits(self, kept: _Set, room: int) -> bool:
-        """Whether a choice fits in the order of the graph."""
-        if not any(self.partitioned.units[k].starts for k in kept):
+        """Return whether a choice fits in graph order."""
+        if not any(self._keepables[k].starts for k in kept):
             return self._held.peak_bytes(kept) <= room
-        more = sum(self.partitioned.units[k].nbytes for k in self._distinct(kept))
+        more = sum(self._keepables[k].nbytes for k in self._distinct(kept))
         if self._at_start + more > room and len(self._rankings) == 1:
             return False  # backward begins with as much
-        return self._nothing_bytes + more <= room or self._held.peak_bytes(kept) <= room
+        return self.reference_bytes + more <= room or self._held.peak_bytes(kept) <= room
 
     def _fitting(self, room: int, ranked: Sequence[int], kept: _Set = frozenset()) -> _Set:
-        """``kept`` and what fits beside it, the first of ``ranked`` first."""
+        """Add to ``kept`` what fits beside it, in the order of ``ranked``."""
         left = [k for k in ranked if k not in kept]
         while left and not self._fits(kept.union(left), room):
-            # How many of the first fit together; the next one does not, and of many units no other
-            # is looked at that holds as much.
+            # Find how many of the first ones fit together. The next one does not fit, so with many
+            # keepables all that hold as much are skipped.
             most = bisect.bisect(
                 range(1, len(left)), False, key=lambda n: not self._fits(kept.union(left[:n]), room)
             )
             kept = kept.union(left[:most])
-            nbytes = self.partitioned.units[left[most]].nbytes
+            nbytes = self._keepables[left[most]].nbytes
             many = len(left) > _MANY
             left = left[most + 1 :]
             if many:
-                left = [k for k in left if self.partitioned.units[k].nbytes < nbytes]
+                left = [k for k in left if self._keepables[k].nbytes < nbytes]
         return kept.union(left)
 
     def _least(self) -> _Set:
-        """Activations whose making again takes more than they hold, in the order of the graph."""
-        others = [k for k in self._rankings[0] if not self.partitioned.units[k].starts]
-        kept, peak = frozenset[int](), self._nothing_bytes
+        """Return activations that must be kept for a low peak: recomputing them holds more."""
+        others = [k for k in self._rankings[0] if not self._keepables[k].starts]
+        kept, peak = frozenset[int](), self.reference_bytes
         each = 1 + len(others) // _MANY
         for first in range(0, len(others), each):
             more = kept.union(others[first : first + each])
@@ -302,30 +272,28 @@ class KeepPlanner:
         return kept
 
     def _near(self, kept: _Set, room: int, ranked: Sequence[int]) -> Iterator[_Set]:
-        """Choices that fit with one unit more, another, or less."""
+        """Yield the choices that fit with one keepable added, exchanged, or dropped."""
         out = [k for k in ranked if k not in kept]
         inside = [k for k in reversed(ranked) if k in kept]
         near = [kept | {k} for k in out]
         if len(ranked) <= _MANY:
             near += [kept - {k} | {other} for k in inside for other in out]
         near += [kept - {k} for k in inside]
-        whole = (
-            (k, self.partitioned.units[k].whole) for k in ranked if k in self.partitioned.parts
-        )
+        whole = ((k, self._keepables[k].whole) for k in ranked if k in self.partitioned.parts)
         near += [kept - {k} | {part} for part, k in whole if k in kept]
         return (self._distinct(other) for other in near if self._fits(other, room))
 
-    # --- what is told ----------------------------------------------------------------------------
+    # --- the report ------------------------------------------------------------------------------
 
     def report(
         self, limit: int, curve: bool = False, more: int = _GIB
     ) -> tuple[Outcome, KeepReport]:
-        """The choice for a bound in bytes, and what to tell of it.
+        """Choose for a bound, and report the choice.
 
         Args:
-            limit: the bound.
-            curve: whether to choose for the bounds of :data:`CURVE`, too.
-            more: bytes of which is said what they would buy.
+            limit: the bound in bytes.
+            curve: whether to report the choices for the bounds of :data:`CURVE`.
+            more: bytes to raise and lower the bound by, to report what they buy.
         """
         clock = time.perf_counter()
         before = self.tried
@@ -345,7 +313,7 @@ class KeepPlanner:
                 fit = [o for less in tried if not (o := self.scheduled(less, room)).above]
                 less_ms = max(0.0, fit[0].step_ms - chosen.step_ms) if fit else None
             units = self._units(kept)
-        named = self.partitioned.units
+        named = self._keepables
         if next_ms <= 0.0:
             next_kept = kept
         drawn = self.curve() if curve else ()
@@ -362,24 +330,22 @@ class KeepPlanner:
             curve=tuple((b, o.step_ms, o.peak_bytes, len(o.kept)) for b, o in drawn),
             tried=self.tried - before,
             warning=self._warning(chosen, limit),
-            size_hints=self.hints.to_text(),
-            machine=self.machine.describe(),
-            seconds=self.seconds + time.perf_counter() - clock,
-            model_seconds=self.seconds,
+            size_hints=self.partitioned.costs.hints.to_text(),
+            machine=self.partitioned.costs.machine.describe(),
+            seconds=self._seconds + time.perf_counter() - clock,
+            model_seconds=self._seconds,
         )
 
     def curve(self, bounds: Sequence[int] | None = None) -> tuple[tuple[int, Outcome], ...]:
-        """The choices for several bounds in bytes, ascending; None: those of :data:`CURVE`. What
-        was found for a smaller bound is good for a larger one, too, so more memory is never
-        slower."""
+        """Return the choices for ``bounds`` in bytes, ascending; None: those of :data:`CURVE`."""
         given = bounds or [int(part * self.reference_bytes) for part in CURVE]
         found: list[tuple[int, Outcome]] = []
         for bound in sorted(given):
             outcome = self.choose(bound)
-            if found:
+            if found:  # a choice within a smaller bound also keeps this one: more is never slower
                 last = found[-1][1]
                 above = max(0, last.peak_bytes - bound)
-                outcome = min(outcome, replace(last, above=above), key=lambda o: o.rank)
+                outcome = min(outcome, replace(last, above=above))
             found.append((bound, outcome))
         return tuple(found)
 
@@ -396,11 +362,11 @@ class KeepPlanner:
                 unit.whole >= 0,
             )
             for k in self.candidates
-            for unit in [self.partitioned.units[k]]
+            for unit in [self._keepables[k]]
         )
 
     def _backward_ms(self, kept: _Set) -> float:
-        """Time of backward in the order with everything gathered again, without some gathers."""
+        """Return backward's time with a choice, in the order found for nothing kept."""
         stay = set(self.partitioned.places_without(kept))
         return step_ms(self.partitioned.in_place(kept), [i for i in self._order if i in stay])
 
@@ -416,7 +382,7 @@ class KeepPlanner:
             return ""
         peaks = {k: self._held.peak_bytes((k,)) for k in self.candidates}
         k = min(peaks, key=lambda k: (peaks[k], k))
-        unit = self.partitioned.units[k]
+        unit = self._keepables[k]
         if peaks[k] > limit:
             return (
                 f"nothing is kept: the cheapest unit, {unit.name}, needs a peak of "
@@ -429,11 +395,10 @@ _BLOCK = re.compile(r"(.*?\.?\d+)\.")
 
 
 def block_units(fqns: Iterable[str]) -> Units:
-    """Units by names alone: what is below the first number in a name is one unit (``layers.3``),
-    and each other module (``tok_embeddings``, ``norm``).
+    """Guess units from names: a module up to its first number (``layers.3``), or any other module.
 
     Args:
-        fqns: all parameters, in the order of use.
+        fqns: FQNs of all parameters, in order of use.
     """
 
     def name_of(fqn: str) -> str:

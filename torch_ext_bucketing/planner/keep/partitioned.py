@@ -1,37 +1,39 @@
-"""Forward and backward of a joint graph as two models, before the graph is partitioned.
+"""Model forward and backward of a joint graph for any choice of what stays in memory.
 
-The pass that decides what stays gathered sees the joint graph, and what it decides is carried out
-by the partitioner. So here the default partitioner's work is done on the joint graph's model: nodes
-up to the last one of forward are forward's, the others backward's; what backward reads of forward
-is saved, but for what is marked to be computed again, which is put right before its first use
-there::
+The choice is made on the joint graph, and the partitioner carries it out afterwards. So the joint
+graph's model is split as the default partitioner splits the graph: nodes up to the last one of
+forward are forward's, the others backward's. Backward's inputs from forward are saved, except nodes
+marked to be recomputed, which are placed before their first use in backward::
 
     joint      w -> gather -> wait -> t -> mm    |    t_1 = t(t)  mm_1(tangent, t_1)  scatter ...
     forward    w -> gather -> wait -> t -> mm                                saved: w, activations
     backward   w -> gather -> wait -> t -> t_1   mm_1(tangent, t_1)  scatter ...
 
-A unit that is kept has its gathers left out of backward, and so is what only they read. What
-backward reads of them is live from forward to its last use in backward. Groups of activations
-(:mod:`.activations`) are units, too: kept, or else computed again. Without them activations are
-taken to be saved, of which Inductor's partitioner decides by itself to compute some again.
+What can be kept is a :class:`Keepable`: the gathered parameters of a unit, or a group of
+activations (:mod:`.activations`). Keeping one removes from backward the nodes that recompute it,
+and nodes that only they read. Its storages are live from forward to their last use in backward.
+Without ``activations=True`` all activations are taken to be saved, although Inductor's partitioner
+recomputes some.
 
-Parameters can also be kept in part: as much as backward needs to gather them in a smaller group
-(:mod:`.rewrites.reshard_to`). That is a unit as well, a *part* of the one that keeps them whole::
+A unit can also be kept in part: each rank keeps what backward gathers in a smaller group
+(:mod:`.rewrites.reshard_to`). This part is a keepable of its own::
 
-    whole again   w -> pack -> gather(all) -> wait -> copies        nothing is held
-    in part       part -> pack -> gather(smaller) -> wait -> copies    the part is held
+    whole again   w -> pack -> gather(all) -> wait -> copies           holds nothing
+    in part       part -> pack -> gather(smaller) -> wait -> copies    holds the part
 """
 
 from __future__ import annotations
 
 import itertools
 import posixpath
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
 
+from ..._gc import paused_gc
 from ..._torch import aot as _aot
 from ...bucketing.plan import BucketPlanner, checked_plan
 from ...bucketing.units import ByUnit, unit_of
@@ -49,19 +51,18 @@ from .activations import Activations
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Parameters that are kept or gathered again together, or activations that are kept or computed
-    again.
+class Keepable:
+    """A unit's parameters, a part of them, or a group of activations: kept or recomputed together.
 
     Args:
-        name: of the unit, in few words.
-        starts: their gathers in the joint graph; empty: these are activations.
-        chains: the nodes from the parameters to the last mere rearrangement of what is gathered;
-            or the activations.
-        fqns: the parameters that backward reads; empty: keeping it would serve nothing.
-        nbytes: bytes that are held if it is kept.
-        held: the storages that these are.
-        whole: of a part: the place of the unit that keeps these parameters whole; else -1.
+        name: name for reports.
+        starts: all-gathers in the joint graph; empty for activations.
+        chains: nodes from the parameters to the last view or copy of the gathered values; or the
+            activations.
+        fqns: parameters that backward reads; empty if keeping this saves nothing.
+        nbytes: bytes held if this is kept.
+        held: storages held if this is kept.
+        whole: for a part, the index of the keepable with the whole parameters; else -1.
     """
 
     name: str
@@ -75,14 +76,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Part:
-    """What keeping a part changes.
+    """What changes in both halves if a part is kept.
 
     Args:
-        made: by storage that is held, the place in forward of the wait behind which it is there.
-        read: the last place in backward that reads it.
-        copy_ms: by place in forward, how long making what is there with it takes.
-        changes: by place in backward, fields of its row that are others.
-        more: by place of a pack, how many bytes more are packed.
+        made: by held storage, the place in forward of the wait after which it is allocated.
+        read: by held storage, the last place in backward that reads it.
+        copy_ms: by place in forward, milliseconds of the copies made there.
+        changes: by place in backward, the changed fields of its :class:`.Row`.
+        more: by place of a pack in backward, additional bytes that it allocates.
     """
 
     made: dict[int, int] = field(default_factory=dict)
@@ -94,13 +95,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Stay:
-    """What a choice of kept units leaves in backward.
+    """Backward with a choice.
 
     Args:
-        places: by place in backward, whether the node is there.
-        held: the storages that are saved because of the choice.
-        dropped: those that nothing kept would save, and that nothing reads now.
-        parts: of units that are not kept whole.
+        places: by place in backward, whether the node runs.
+        held: storages that are saved because of the choice.
+        dropped: storages that are saved if nothing is kept, and that no remaining node reads.
+        parts: parts that are kept.
     """
 
     places: bytearray
@@ -109,12 +110,12 @@ class Stay:
     parts: tuple[Part, ...] = ()
 
     def changes(self) -> dict[int, dict[str, Any]]:
-        """By place in backward, fields of its row that the parts make others."""
+        """Return the changed fields of rows in backward, by place."""
         return {i: row for part in self.parts for i, row in part.changes.items()}
 
 
 def unit_name(fqns: Sequence[str]) -> str:
-    """A unit in a few words: what its names have in common, else the first of them."""
+    """Return a unit's name for reports: the common prefix of its FQNs, or the first modules."""
     name = posixpath.commonpath([f.replace(".", "/") for f in fqns] or [""]).replace("/", ".")
     if name:
         return name
@@ -124,29 +125,31 @@ def unit_name(fqns: Sequence[str]) -> str:
 
 
 class PartitionedModel:
-    """A joint graph as a model of forward and one of backward, for any choice of kept units.
+    """Models of forward and backward for any choice of keepables, given by their indices.
 
     Args:
-        graph: a tagged joint graph. It is only read.
-        costs: milliseconds per node, and numbers for sizes that depend on data.
-        units: which parameters are kept or not together. Without a unit a parameter is gathered
-            again, as is what forward does not read of one.
-        planner: plans the buckets of both halves; None: :class:`.ByUnit` of ``units``.
+        graph: a tagged joint graph.
+        costs: the cost model, with numbers for sizes that depend on data.
+        units: parameters that are kept together. Parameters without a unit, and values that forward
+            does not read, are gathered again.
+        planner: planner of both halves' buckets; None: :class:`.ByUnit` of ``units``.
         rank_order: see :func:`.merged_model`.
-        activations: whether activations are units, too.
-        smaller: a group that backward may gather in, of parts that are kept.
+        activations: whether activations are keepable.
+        smaller: a smaller group for parts; None: no parts.
 
     Attributes:
-        units: in the order of their numbers, those of parameters first, their parts last.
-        parts: by place of the unit, what keeping it changes.
-        activations: the groups, and what is saved beside them; None: they are no units.
-        forward: the model of forward, nothing kept.
-        backward: of backward, with everything gathered and computed again.
+        seconds: time that making the models took.
+        keepables: parameters by the index of their unit, then activations, then parts.
+        parts: what keeping a part changes, by index.
+        activations: groups of activations, and nodes saved beside these; None: not keepable.
+        forward: model of forward, nothing kept.
+        backward: model of backward, nothing kept.
 
     Raises:
         ValueError: the graph is not in topological order.
     """
 
+    @paused_gc()
     def __init__(
         self,
         graph: fx.Graph,
@@ -157,17 +160,19 @@ class PartitionedModel:
         activations: bool = False,
         smaller: Smaller | None = None,
     ) -> None:
+        clock = time.perf_counter()
+        self.costs = costs
         analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
         joint = model_of(analysis, costs)
         chains = parameter_chains(graph)
-        found_units = _units(chains, units)
+        keepables = _units(chains, units)
         again = {n for chain in chains.values() for n in chain}
         self.activations: Activations | None = None
         if activations:
-            names = {n: unit.name for unit in found_units for n in unit.starts}
+            names = {n: one.name for one in keepables for n in one.starts}
             found = Activations(graph, names.get, again)
-            found_units += [
-                Unit(f"{stretch.name} {sort}", (), tuple(nodes))
+            keepables += [
+                Keepable(f"{stretch.name} {sort}", (), tuple(nodes))
                 for (stretch, sort), nodes in found.groups.items()
             ]
             again.update(n for nodes in found.groups.values() for n in nodes)
@@ -179,15 +184,16 @@ class PartitionedModel:
         self.forward, backward = (_merged(m, planner, costs, rank_order) for m in both)
         self.backward = backward
         self._owners: dict[fx.Node, set[int]] = {}
-        for k, unit in enumerate(found_units):
-            for node in unit.chains:
+        for k, one in enumerate(keepables):
+            for node in one.chains:
                 self._owners.setdefault(node, set()).add(k)
         self._in_backward = {
             *backward.dependencies.nodes,
             *(m for members in backward.members.values() for m in members),
         }
         live, needed_by = backward.liveness, backward.dependencies.needed_by
-        self._again = [  # places, what reads them, and the units that make them, the last first
+        # Recomputed places with their readers and their keepables, last one first.
+        self._again = [
             (i, [j for j in needed_by[i] if not backward.only_ordered(i, j)], self._owners.get(n))
             for i, n in reversed(list(enumerate(backward.dependencies.nodes)))
             if n in again
@@ -198,18 +204,19 @@ class PartitionedModel:
                 self.touched_by[s].append(i)
         self._saved = [s for s in split.handed if self.touched_by[s]]
         self._stay: dict[frozenset[int], Stay] = {}
-        self.units = found_units
-        held = zip(found_units, self._held(), strict=True)
-        self.units = [self._with_bytes(unit, mine) for unit, mine in held]
+        self.keepables = keepables
+        held = zip(keepables, self._held(), strict=True)
+        self.keepables = [self._with_bytes(one, mine) for one, mine in held]
         self.parts: dict[int, Part] = {}
         if smaller is not None:
-            self._add_parts(smaller, costs)
+            self._add_parts(smaller)
+        self.seconds = time.perf_counter() - clock
 
-    def _add_parts(self, smaller: Smaller, costs: Costs) -> None:
-        """Let each unit have a part, of its buckets that can be gathered in ``smaller``."""
-        forward, backward = self.forward, self.backward
+    def _add_parts(self, smaller: Smaller) -> None:
+        """Add a part of each unit with buckets that can be gathered in ``smaller``."""
+        forward, backward, costs = self.forward, self.backward, self.costs
         live, nodes = backward.liveness, backward.dependencies.nodes
-        owner = {n: k for k, unit in enumerate(self.units) if unit.held for n in unit.starts}
+        owner = {n: k for k, one in enumerate(self.keepables) if one.held for n in one.starts}
         made: dict[fx.Node, int] = {}
         for i, start in enumerate(forward.start_of):
             if start >= 0:
@@ -256,13 +263,13 @@ class PartitionedModel:
                     part.changes[place].update(both)
                     part.changes[wait_of[place]] = both
                 held += mine
-            unit = self.units[k]
+            whole = self.keepables[k]
             starts = tuple(m for _, members in buckets for m in members)
             fqns = tuple(f for n in starts if (tag := tag_of(n)) is not None for f in tag.fqns)
-            name = f"{unit.name} over {smaller.ranks} ranks"
+            name = f"{whole.name} over {smaller.ranks} ranks"
             nbytes = sum(size[s] for s in held)
-            self.parts[len(self.units)] = part
-            self.units.append(Unit(name, starts, (), fqns, nbytes, tuple(held), k))
+            self.parts[len(self.keepables)] = part
+            self.keepables.append(Keepable(name, starts, (), fqns, nbytes, tuple(held), k))
         groups = [*filter(None, backward.group), smaller.group]
         self.backward = replace(
             backward,
@@ -275,42 +282,42 @@ class PartitionedModel:
         self.forward = replace(forward, liveness=stays)
 
     def _held(self) -> list[tuple[int, ...]]:
-        """By unit, what its gathers make in backward and others read there."""
+        """Return, by keepable, the storages that its nodes allocate and others read in backward."""
         live = self.backward.liveness
         made: dict[int, int] = {}
         read: dict[int, dict[int, None]] = {}
-        alone = self.unit_of_place(self.backward)
-        for i, unit in enumerate(alone):
-            if unit is not None:
-                made.update(dict.fromkeys(live.allocates[i], unit))
+        alone = self.keepable_of_place(self.backward)
+        for i, mine in enumerate(alone):
+            if mine is not None:
+                made.update(dict.fromkeys(live.allocates[i], mine))
             for s in live.touches[i]:
                 owner = made.get(s)
-                if owner is not None and owner != unit:
+                if owner is not None and owner != mine:
                     read.setdefault(owner, {})[s] = None
-        return [tuple(sorted(read.get(k, ()))) for k in range(len(self.units))]
+        return [tuple(sorted(read.get(k, ()))) for k in range(len(self.keepables))]
 
-    def _with_bytes(self, unit: Unit, held: tuple[int, ...]) -> Unit:
+    def _with_bytes(self, one: Keepable, held: tuple[int, ...]) -> Keepable:
         size = self.backward.liveness.size
         fqns = {
             f: None
-            for start in unit.starts
+            for start in one.starts
             if (tag := tag_of(start)) is not None and start in self._in_backward
             for f in tag.fqns
         }
         nbytes = sum(size[s] for s in held)
-        return replace(unit, fqns=tuple(fqns), held=held, nbytes=nbytes) if nbytes else unit
+        return replace(one, fqns=tuple(fqns), held=held, nbytes=nbytes) if nbytes else one
 
-    def unit_of_place(self, model: Model) -> list[int | None]:
-        """For each node of :attr:`forward` or :attr:`backward` the unit that it alone serves."""
+    def keepable_of_place(self, model: Model) -> list[int | None]:
+        """Return, for each node of a half, the only keepable that it belongs to, if any."""
         owners = (self._owners.get(n) for n in model.dependencies.nodes)
         return [next(iter(o)) if o is not None and len(o) == 1 else None for o in owners]
 
     def distinct(self, kept: Collection[int]) -> frozenset[int]:
-        """``kept`` without the parts of what is kept whole."""
-        return frozenset(k for k in kept if self.units[k].whole not in kept)
+        """Drop the parts of parameters that are kept whole."""
+        return frozenset(k for k in kept if self.keepables[k].whole not in kept)
 
     def stay(self, kept: Collection[int]) -> Stay:
-        """What the units ``kept``, by their places in :attr:`units`, leave in backward."""
+        """Return what a choice leaves in backward."""
         gone = self.distinct(kept)
         found = self._stay.get(gone)
         if found is None:
@@ -323,9 +330,10 @@ class PartitionedModel:
         removed = []
         parts = tuple(part for k, part in self.parts.items() if k in gone)
         others = [i for part in parts for i, row in part.changes.items() if "touches" in row]
-        reads = bytearray(there)  # what is made of parameters
+        # A bucket of a part reads the part instead of its inputs. Its wait still needs its start.
+        reads = bytearray(there)
         for i in others:
-            reads[i] = self.backward.start_of[i] >= 0  # a wait needs its start all the same
+            reads[i] = self.backward.start_of[i] >= 0
         for i, readers, owners in self._again:
             if (owners and owners <= gone) or not any(reads[j] for j in readers):
                 there[i] = reads[i] = 0
@@ -338,7 +346,7 @@ class PartitionedModel:
         return Stay(there, (*held, *(s for part in parts for s in part.made)), dropped, parts)
 
     def models(self, kept: Collection[int]) -> tuple[Model, Model]:
-        """Forward and backward with the units ``kept``, by their places in :attr:`units`."""
+        """Return the models of forward and backward for a choice."""
         forward, backward = self.forward, self.backward
         if not kept:
             return forward, backward
@@ -358,18 +366,18 @@ class PartitionedModel:
         return replace(forward, ms=ms, liveness=stays), self._without(kept, stay)
 
     def in_place(self, kept: Collection[int]) -> Model:
-        """:attr:`backward` with the times of the units ``kept``; what they leave out is there."""
+        """Return :attr:`backward` with a choice's times, and with the nodes that it removes."""
         ms, group = list(self.backward.ms), list(self.backward.group)
         for i, row in self.stay(kept).changes().items():
             ms[i], group[i] = row.get("ms", ms[i]), row.get("group", group[i])
         return replace(self.backward, ms=ms, group=group)
 
     def places_without(self, kept: Collection[int]) -> list[int]:
-        """The places of :attr:`backward` that are there with the units ``kept``."""
+        """Return the places in :attr:`backward` that remain with a choice."""
         return list(itertools.compress(range(len(self.backward)), self.stay(kept).places))
 
     def _late(self, stay: Stay) -> list[int]:
-        """The places that stay, what is made again right before its first use."""
+        """Return the remaining places, with recomputed nodes moved to before their first use."""
         model, order = self.backward, list[int]()
         left = dict.fromkeys(i for i, _, _ in self._again if stay.places[i])
         needs = model.dependencies.needs
@@ -388,7 +396,7 @@ class PartitionedModel:
         return order
 
     def _without(self, kept: Collection[int], stay: Stay) -> Model:
-        """Backward without what makes the units ``kept``."""
+        """Return backward without the nodes that recompute ``kept``."""
         old, live = self.backward, self.backward.liveness
         places = self._late(stay)
         members = {at: old.members[i] for at, i in enumerate(places) if i in old.members}
@@ -402,7 +410,7 @@ class PartitionedModel:
 
 
 def _rows(model: Model, places: Sequence[int]) -> Iterator[Row]:
-    """Some of the nodes of a model in a new order, with the dependencies among them."""
+    """Yield the rows of some nodes in a new order, with the dependencies among them."""
     at = [-1] * len(model)
     for new, i in enumerate(places):
         at[i] = new
@@ -410,7 +418,7 @@ def _rows(model: Model, places: Sequence[int]) -> Iterator[Row]:
 
 
 class _Split:
-    """Which node runs where."""
+    """Split a joint graph's nodes into forward and backward."""
 
     def __init__(self, graph: fx.Graph, joint: Model, chains: Collection[fx.Node]) -> None:
         liveness = joint.liveness
@@ -436,7 +444,7 @@ class _Split:
                     if arg in again:
                         late[arg] = None
                         stack.append(arg)
-                    elif not is_number(reader):  # of which the size is read, and nothing else
+                    elif not is_number(reader):  # a reader of sizes alone needs no saved tensor
                         saved[arg] = None
             done.update(late)
             self._backward += sorted(place[n] for n in late)
@@ -454,9 +462,10 @@ class _Split:
         self._kept_backward = {**given, **self._tangents, **self._storages(second)}
         self._given = given
         kept = {**given, **self._storages(first)}
+        # Storages that are live after forward only for backward.
         self.handed = [s for s in self._saved if s not in kept]
-        """Storages that are there after forward for backward alone."""
         self._at_start = sum(liveness.size[s] for s in given)
+        # Forward runs what is saved or returned needs, and nodes with effects.
         needed = {*saved, *first}
         for i in reversed(range(len(nodes))):
             node = nodes[i]
@@ -493,7 +502,7 @@ def _has_effects(node: fx.Node) -> bool:
     return not is_collective(node) and not is_wait(node) and node.is_impure()
 
 
-def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Unit]:
+def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Keepable]:
     starts: dict[int, list[fx.Node]] = {}
     for start in read_in_forward(chains):
         tag = tag_of(start)
@@ -501,7 +510,7 @@ def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Un
         if number is not None:
             starts.setdefault(number, []).append(start)
     return [
-        Unit(
+        Keepable(
             unit_name(units.units[number]),
             tuple(mine),
             tuple(dict.fromkeys(n for start in mine for n in chains[start])),
@@ -511,7 +520,7 @@ def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Un
 
 
 def _merged(model: Model, planner: BucketPlanner, costs: Costs, rank_order: bool) -> Model:
-    """The model of a half with the buckets that ``planner`` plans for the half's graph."""
+    """Plan the buckets of a half, and return its model with the buckets merged."""
     graph, joint = _graph_of(model)
     plan = checked_plan(planner, GraphAnalysis(graph, costs.hints))
     buckets = [replace(b, members=tuple(joint[m] for m in b.members)) for b in plan.buckets]
@@ -520,8 +529,7 @@ def _merged(model: Model, planner: BucketPlanner, costs: Costs, rank_order: bool
 
 
 def _graph_of(model: Model) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """The graph of a half, whose inputs are what it reads and does not compute, and the joint
-    graph's node of each of its nodes."""
+    """Write a half as a graph for planners; return it, and the joint graph's nodes by its nodes."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def now(node: fx.Node) -> fx.Node:

@@ -1,12 +1,14 @@
-"""What the stages of a pipeline hold on one rank, action by action of its schedule::
+"""Compute the memory of pipeline stages on one rank, action by action of its schedule.
+
+::
 
 UNSHARD   F0  F1  B0  F2  B1  B2  REDUCE_GRAD      of one stage
 gathered parameters ............
-          saved of 0 ..
-              saved of 1 ......
+          saved by microbatch 0
+              saved by 1 ......
                     gradients ............
 
-and, under a bound in bytes, when the parameters of each are gathered and let go.
+Under a bound in bytes, :func:`with_residency` decides when each stage gathers and frees parameters.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from ...reports.compile import CompileReport
 from ...reports.stage import StageReport
 
 Action = tuple[tuple[int, str], ...]
-"""What a rank does at a time: the stage and the kind, ``"UNSHARD"``, ``"RESHARD"``, ``"F"``,
-``"B"``, its halves ``"I"`` and ``"W"``, ``"REDUCE_GRAD"``; others hold nothing. Of two stages where
-the schedule overlaps them."""
+"""Stage and kind of an action, or of two actions that the schedule overlaps.
+
+Kinds are ``"UNSHARD"``, ``"RESHARD"``, ``"F"``, ``"B"``, its halves ``"I"`` and ``"W"``, and
+``"REDUCE_GRAD"``; others hold no memory.
+"""
 
 _MOVES = ("UNSHARD", "RESHARD")
 
@@ -35,12 +39,11 @@ class StageBytes:
     """Bytes of one stage's graphs.
 
     Args:
-        gathered: its parameters.
-        saved: beside these, of one microbatch from forward to backward.
-        gradients: the sums that are reduced, from the first backward on.
-        running: by the kind of an action, what its graph has at its peak beside its inputs and
-            what counts as one of the others.
-        reads: the kinds of actions that read the parameters.
+        gathered: gathered parameters.
+        saved: other tensors that one microbatch saves from forward to backward.
+        gradients: gradient sums, live from the first backward to their reduction.
+        running: by kind of action, the peak of its graph above the inputs and the bytes above.
+        reads: kinds of actions that read the parameters.
     """
 
     gathered: int
@@ -52,12 +55,12 @@ class StageBytes:
 
 @dataclass
 class Held:
-    """What a stage comes to in a step.
+    """Memory and gathers of one stage in a step.
 
     Attributes:
-        peak_bytes: the most at a time; 0 until it has run.
-        gathers: how often its parameters are gathered.
-        under_way: the most microbatches between forward and the end of backward.
+        peak_bytes: peak of live bytes.
+        gathers: number of times that the parameters are gathered.
+        under_way: most microbatches between the start of forward and the end of backward.
     """
 
     peak_bytes: int = 0
@@ -67,14 +70,14 @@ class Held:
 
 @dataclass
 class _Beside:
-    """What stages hold beside gathered parameters, as a schedule goes on."""
+    """Bytes of stages without gathered parameters, as a schedule runs."""
 
     stages: Mapping[int, StageBytes]
     under_way: Counter[int] = field(default_factory=Counter)
     added: set[int] = field(default_factory=set)
 
     def begin(self, action: Action) -> dict[int, int]:
-        """Bytes of each stage while the action runs."""
+        """Begin an action, and return the bytes of each stage while it runs."""
         mine = [(stage, kind) for stage, kind in action if stage in self.stages]
         self.under_way.update(stage for stage, kind in mine if kind == "F")
         self.added.update(stage for stage, kind in mine if kind in ("B", "W"))
@@ -85,13 +88,13 @@ class _Beside:
         return now
 
     def end(self, action: Action) -> None:
-        """The action has run."""
+        """End an action."""
         done = [stage for stage, kind in action if stage in self.stages and kind in ("B", "W")]
         self.under_way.subtract(done)
         self.added.difference_update(stage for stage, kind in action if kind == "REDUCE_GRAD")
 
     def at_rest(self) -> dict[int, int]:
-        """Bytes of each stage between actions."""
+        """Return the bytes of each stage between actions."""
         return {
             stage: self.under_way[stage] * of.saved + (stage in self.added) * of.gradients
             for stage, of in self.stages.items()
@@ -101,14 +104,14 @@ class _Beside:
 def held_by_stages(
     actions: Sequence[Action], stages: Mapping[int, StageBytes]
 ) -> tuple[dict[int, Held], int]:
-    """What each stage, and all of them together, hold while a rank runs its schedule.
+    """Compute the memory of each stage, and the rank's peak, while a rank runs its schedule.
 
     Args:
-        actions: in order.
-        stages: those of this rank.
+        actions: the rank's schedule.
+        stages: the rank's stages.
 
     Returns:
-        Each stage's, and the peak of the rank in bytes.
+        Memory by stage, and the peak of all stages together in bytes.
     """
     held = {stage: Held() for stage in stages}
     beside, resident = _Beside(stages), set[int]()
@@ -136,22 +139,24 @@ def held_by_stages(
 def with_residency(
     actions: Sequence[Action], stages: Mapping[int, StageBytes], bound: int | None
 ) -> list[Action | int]:
-    """A schedule in which parameters are gathered for the fewest bytes that a bound allows::
+    """Place gathers and releases so that the fewest bytes are gathered under a bound.
 
-        UNSHARD F0 F1 B0 B1 RESHARD            all of them fit
-        UNSHARD F0 RESHARD .. UNSHARD B0 ..    they don't, beside those of other stages
+    ::
 
-    Of all ways, by what is resident after each action: a rank has few stages. Where no way keeps
-    the bound, the least peak that one has takes its place.
+        UNSHARD F0 F1 B0 B1 RESHARD            the parameters of all stages fit
+        UNSHARD F0 RESHARD .. UNSHARD B0 ..    they do not
+
+    If the bound can't be kept, the smallest possible peak takes its place.
 
     Args:
-        actions: in order; their own gathers and releases don't count.
-        stages: those of this rank.
-        bound: for all of them together, in bytes; None: there is none.
+        actions: the rank's schedule; gathers and releases in it are replaced.
+        stages: the rank's stages.
+        bound: bound for all stages together, in bytes; None: no bound.
 
     Returns:
-        The places in ``actions`` of what stays, and what is put between.
+        Indices of the remaining ``actions``, with gathers and releases between them.
     """
+    # Dynamic program over the set of resident stages after each action: a rank has few stages.
     beside = _Beside(stages)
     places: list[tuple[int, frozenset[int], int, int]] = []
     for i, action in enumerate(actions):
@@ -197,8 +202,10 @@ def _largest(
     stages: Mapping[int, StageBytes],
     room: int | None,
 ) -> list[frozenset[int]]:
-    """The sets of stages with all that are needed whose parameters fit, without those that are
-    part of another; what is needed alone, where nothing fits."""
+    """Return the maximal sets that contain ``needed`` and whose parameters fit.
+
+    If none fits, return ``needed`` alone.
+    """
     if room is None:
         return [all_of]
     others, found = sorted(all_of - needed), list[frozenset[int]]()
@@ -215,12 +222,10 @@ def stage_reports(
     compiled: Mapping[int, CompileReport],
     stages: Mapping[int, StageBytes],
 ) -> list[StageReport]:
-    """A report of each stage of a rank, see :func:`held_by_stages`.
+    """Report each stage of a rank, see :func:`held_by_stages`.
 
     Args:
-        actions: of the rank.
-        compiled: of the graphs of each stage that gather and reduce.
-        stages: bytes of each stage.
+        compiled: by stage, the report of the graphs that gather and reduce.
     """
     held, peak = held_by_stages(actions, stages)
     return [
@@ -241,12 +246,11 @@ def stage_reports(
 
 
 def bytes_of(graph: fx.Graph, outputs_from: int = 0) -> tuple[int, int]:
-    """What a graph makes: bytes of the outputs from a place on that are no inputs; and of
-    everything, at its peak.
+    """Return the bytes of outputs that are not inputs, and the graph's peak above its inputs.
 
     Args:
-        graph: with fake tensors in ``meta["val"]``, run by a caller that keeps the inputs.
-        outputs_from: the first output that counts.
+        graph: a graph with fake tensors in ``meta["val"]``, whose caller keeps the inputs.
+        outputs_from: index of the first output to count.
     """
     analysis = GraphAnalysis(graph, donated=lambda node: False)
     live = analysis.liveness
@@ -256,14 +260,14 @@ def bytes_of(graph: fx.Graph, outputs_from: int = 0) -> tuple[int, int]:
 
 
 def views_of(graph: fx.Graph, inputs: Iterable[fx.Node]) -> list[bool]:
-    """Which outputs of ``graph`` are views of some of its inputs, or these themselves."""
+    """Return, for each output, whether it is one of ``inputs`` or a view of one."""
     analysis = GraphAnalysis(graph, donated=lambda node: False)
     given = {s for n in inputs for s in analysis.liveness.of_node[n]}
     return [not given.isdisjoint(each) for each in _outputs(analysis)]
 
 
 def _outputs(analysis: GraphAnalysis) -> list[set[int]]:
-    """The storages of each output."""
+    """Return the storages of each output."""
     (output,) = analysis.graph.find_nodes(op="output")
     (values,) = output.args
     return [

@@ -1,4 +1,4 @@
-"""The pass that decides which gathered parameters are freed between forward and backward."""
+"""The pass that frees gathered parameters after forward."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ...bucketing.units import ByUnit
 from ...errors import BoundNotKeptWarning, NothingKeptWarning
 from ...fsdp.chains import Chains, parameter_chains, read_in_forward
 from ...fsdp.units import Units
+from ...graph.size_hints import SizeHints
 from ...graph.tags import Tag, tag_of
 from ...graph.unwrap import GraphLike, graph_of
 from ...passes.base import GraphPass, Stage
@@ -28,6 +29,7 @@ from ...rewrites.reshard_to import (
     reshard_to,
     what_fits,
 )
+from ..cost.cost import Costs
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..keep.keep import KeepPlanner, block_units
@@ -132,7 +134,6 @@ class ReshardAfterForward(GraphPass):
             )
         if isinstance(self.keep, str):
             raise TypeError(f"keep must be a list of FQNs, got the string {self.keep!r}")
-        self._set(keep=tuple(self.keep), _kept=Units((tuple(self.keep),)))
         if self.memory is not None and not isinstance(self.memory, PeakMemory):
             raise TypeError(f"memory must be a PeakMemory or None, got {self.memory!r}")
         if self.auto and self.memory is None:
@@ -147,8 +148,10 @@ class ReshardAfterForward(GraphPass):
             to = mode
         if self.machine is not None:
             check_machine(self.machine)
-        self._set(units=None if self.units is None else Units.of(self.units))
-        self._set(_to=to, _smaller=None if to is None else make_smaller_group(to))
+        keep = tuple(self.keep)
+        units = None if self.units is None else Units.of(self.units)
+        smaller = None if to is None else make_smaller_group(to)
+        self._set(keep=keep, units=units, _kept=Units((keep,)), _to=to, _smaller=smaller)
 
     @property
     def auto(self) -> bool:
@@ -171,16 +174,16 @@ class ReshardAfterForward(GraphPass):
             compilation.report.rewrites.append(reshard_to(g, chains, self._smaller, in_part))
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
-        """With ``to``, take the second gathers out of the forward graph."""
+        """Remove the smaller group's gathers from the forward graph."""
         if self._smaller is not None:
             read_first_gathers(graph_of(graph))
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
-        """Compare the first step's peak with the one that was chosen by."""
+        """Compare the first step's peak with the predicted one."""
         return watch_peak(compiled, compilation)
 
     def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Choice:
-        """Choose with the passes that will run on the halves of a joint graph."""
+        """Choose what stays, with the passes that will run on forward and backward."""
         inside = _aot.forward_nodes(graph)
         backward = any(n not in inside and n.op != "output" for n in graph.nodes)
         if _aot.stage_of(graph) == "inference" or not backward:
@@ -196,11 +199,15 @@ class ReshardAfterForward(GraphPass):
             fqns = (f for t in tags if t is not None for f in t.fqns)
             units = Units.of(self.units or merged.units or block_units(fqns))
             buckets = merged.planner or ByUnit(units, merged.kinds)
-            given = (order.policies, machine, compilation.size_hints, buckets, by_rank)
-            planner = KeepPlanner(graph, units, *given, self.activations, smaller)
+            costs = Costs(machine, SizeHints.of(compilation.size_hints))
+            model = PartitionedModel(
+                graph, costs, units, buckets, by_rank, self.activations, smaller
+            )
+            planner = KeepPlanner(model, order.policies)
             limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
             outcome, report = planner.report(limit, self.curve)
-        except Exception as error:  # losing a compile over it would be worse than keeping nothing
+        except Exception as error:
+            # Keeping nothing is better than losing the compile.
             text = f"nothing is kept, as an estimate failed: {type(error).__name__}: {error}"
             warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
             compilation.report.warnings.append(text)
@@ -217,15 +224,21 @@ class ReshardAfterForward(GraphPass):
         return _choice(planner.partitioned, outcome.kept)
 
     def settings(self) -> tuple[Any, ...]:
-        """The arguments, with this rank's place in the smaller group."""
+        """Return the fields, with this rank's place in the smaller group for ``to``."""
         named = (getattr(self, f.name) for f in fields(self) if f.init and f.name != "to")
         return (*named, self._to is None, self._smaller)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Nodes ``gathered`` between parameters and their uses that stay, activations that backward
-    computes ``again``, those that are ``saved``, and FQNs that are gathered again in ``parts``."""
+    """What stays from forward to backward.
+
+    Args:
+        gathered: nodes between parameters and their uses that stay.
+        again: activations that backward recomputes.
+        saved: activations that are saved.
+        parts: FQNs of parameters that the smaller group gathers again.
+    """
 
     gathered: Collection[fx.Node] = ()
     again: Collection[fx.Node] = ()
@@ -233,12 +246,12 @@ class _Choice:
     parts: frozenset[str] = frozenset()
 
     def is_part(self, tag: Tag) -> bool:
-        """Whether a gather's parameters are gathered again in the smaller group."""
+        """Check whether the smaller group gathers the parameters of ``tag`` again."""
         return self.parts.issuperset(tag.fqns)
 
 
 def _mark(chains: Chains, choice: _Choice, is_freed: Callable[[Tag], bool]) -> None:
-    """Have the partitioner carry a choice out."""
+    """Mark a choice for the partitioner."""
     read = read_in_forward(chains)
     for start, chain in chains.items():
         tag = tag_of(start)
@@ -255,14 +268,16 @@ def _mark(chains: Chains, choice: _Choice, is_freed: Callable[[Tag], bool]) -> N
 
 
 def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
-    parts = frozenset(f for k in kept if k in partitioned.parts for f in partitioned.units[k].fqns)
-    whole = [partitioned.units[k] for k in kept if k not in partitioned.parts]
+    parts = frozenset(
+        f for k in kept if k in partitioned.parts for f in partitioned.keepables[k].fqns
+    )
+    whole = [partitioned.keepables[k] for k in kept if k not in partitioned.parts]
     gathered = dict.fromkeys(n for unit in whole if unit.starts for n in unit.chains)
     found = partitioned.activations
     if found is None:
         return _Choice(gathered, parts=parts)
     again, saved = dict(found.views), dict(found.saved)
-    for k, unit in enumerate(partitioned.units):
+    for k, unit in enumerate(partitioned.keepables):
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))
     return _Choice(gathered, again, saved, parts)

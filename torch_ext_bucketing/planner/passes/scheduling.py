@@ -1,7 +1,7 @@
-"""Scheduling as graph passes for :func:`.backend`.
+"""The passes that schedule graphs, for :func:`.backend`.
 
-With ``"aot_eager"`` a graph runs in its order, so reordering it is enough. With ``"inductor"`` the
-backend pins the order afterwards (see :mod:`.passes.pin_order`).
+With ``"aot_eager"`` a graph runs in its order. With ``"inductor"`` the backend pins the order
+afterwards (see :mod:`.passes.pin_order`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ from .order import PlannedOrder
 class Schedule(GraphPass):
     """Reorder each forward, backward and inference graph; see :func:`.schedule`.
 
-    Comes after the passes that bucket. ``PeakMemory(ratio=...)`` refers to the graph as it was
-    before any of them.
+    Passes that bucket come before it. ``PeakMemory(ratio=...)`` refers to the graph before these.
 
     Args:
-        policies: what bounds and guides the order.
-        machine: what the cost model times nodes for; None: :func:`.job_machine`.
+        policies: one policy or several, at most one of each class.
+        machine: see :func:`.schedule`; None: :func:`.job_machine`.
 
     Raises:
-        TypeError: something in ``policies`` is no policy, or ``machine`` is none.
+        TypeError: an entry of ``policies`` is not a policy, or ``machine`` is not a machine.
         ValueError: two policies of one class.
     """
 
@@ -73,7 +72,7 @@ class Schedule(GraphPass):
         searched: Searched | None = None,
     ) -> None:
         report = schedule(
-            graph_of(graph),  # its code is made once, behind all passes
+            graph_of(graph),  # the module is recompiled once, after all passes
             self._bounded(compilation),
             machine=self._machine,
             reference_bytes=compilation.baseline.peak_bytes,
@@ -84,40 +83,40 @@ class Schedule(GraphPass):
         compilation.report.schedules.append(replace(report, caps=searched and searched.report))
 
     def _bounded(self, compilation: Compilation) -> tuple[Policy, ...]:
-        """The policies, and the bound that a pass before chose under."""
+        """Return the policies, and the memory bound of ``ReshardAfterForward("auto")``, if any."""
         if compilation.choice is None or compilation.choice.limit_bytes is None:
             return self._policies
         reference = compilation.baseline.peak_bytes or sys.maxsize
         return within(self._policies, compilation.choice.limit_bytes, reference)
 
     def settings(self) -> tuple[Any, ...]:
-        """Whatever was given, and the machine."""
+        """Return the fields, and the job's machine if none was given."""
         return (*super().settings(), self._machine)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BucketAndSchedule(Schedule):
-    """Bucket by size with the caps that make the fastest schedule, and schedule; see
-    :class:`.BySearch`. Takes the place of ``BucketByCap`` and :class:`Schedule`.
+    """Bucket with the byte caps of the fastest schedule, and schedule; see :class:`.BySearch`.
+
+    Replaces ``BucketByCap`` and :class:`Schedule`.
 
     Args:
-        policies: as of :class:`Schedule`.
-        caps_mb: the caps to try, in MiB; see :class:`.BySearch`.
-        kinds: what is bucketed.
-        payload_order: as of ``BucketByCap``.
-        machine: as of :class:`Schedule`.
+        policies: see :class:`Schedule`.
+        caps_mb: see :class:`.BySearch`.
+        kinds: see :class:`.ByCap`.
         eligible: see :class:`.ByCap`.
         groups: see :class:`.ByCap`.
-        planners: others whose plans are tried, too. What stays gathered
-            (``ReshardAfterForward(keep="auto")``) is chosen with the buckets of the first one.
-        reduce: a :class:`.FixedOrderReduce`, which replaces the merged reductions before they are
-            scheduled. The caps are chosen for what it makes of them.
+        planners: further planners to try. ``ReshardAfterForward("auto")`` chooses with the buckets
+            of the first one.
+        payload_order: see ``BucketByCap``.
+        machine: see :class:`Schedule`.
+        reduce: replaces the merged reductions before they are scheduled; the search for caps takes
+            that into account.
 
     Raises:
-        TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; ``reduce`` is no such
-            pass; ``groups`` is no list of names.
-        ValueError: as of :class:`Schedule`; no cap, or one that is no positive number; or what an
-            option may not be.
+        TypeError: see :class:`Schedule` and :class:`.ByCap`; ``payload_order`` is not a callable,
+            or ``reduce`` is not a :class:`.FixedOrderReduce`.
+        ValueError: see :class:`Schedule`, :class:`.ByCap` and :class:`.BySearch`.
     """
 
     requires: ClassVar[tuple[type[Fact], ...]] = (Tags, Baseline)
@@ -131,7 +130,6 @@ class BucketAndSchedule(Schedule):
     payload_order: PayloadKey | None = None
     machine: Machine | None = None
     reduce: FixedOrderReduce | None = None
-    _search: BySearch = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,15 +139,12 @@ class BucketAndSchedule(Schedule):
         caps_mb = None if self.caps_mb is None else tuple(self.caps_mb)
         self._set(caps_mb=caps_mb, kinds=check_kinds(self.kinds), planners=tuple(self.planners))
         self._set(groups=check_groups(self.groups))
-        self._set(
-            _search=BySearch(
-                self._policies,
-                ByCap(kinds=self.kinds, eligible=self.eligible, groups=self.groups),
-                caps_mb=caps_mb,
-                machine=self._machine,
-                planners=tuple(self.planners),
-            )
-        )
+        self._search(self._policies)  # checks the options
+
+    def _search(self, policies: tuple[Policy, ...], **options: Any) -> BySearch:
+        by_cap = ByCap(kinds=self.kinds, eligible=self.eligible, groups=self.groups)
+        options |= {"caps_mb": self.caps_mb, "planners": tuple(self.planners)}
+        return BySearch(policies, by_cap, machine=self._machine, **options)
 
     @property
     def parts(self) -> tuple[GraphPass, ...]:
@@ -170,9 +165,8 @@ class BucketAndSchedule(Schedule):
         analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
-        found = replace(
-            self._search,
-            policies=self._bounded(compilation),
+        found = self._search(
+            self._bounded(compilation),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
         ).search(analysis)

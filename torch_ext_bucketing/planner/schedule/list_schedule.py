@@ -1,33 +1,31 @@
-"""One pass over a graph that gives an order: communication early, waits late, memory in bounds.
+"""List scheduling in one pass: communication early, waits late, memory within a limit.
 
-Nodes are of three sorts:
+There are three sorts of nodes:
 
-- *starts* of collectives. One whose input comes out of computation (a reduction, a collective of
-  tensor or expert parallelism) launches as soon as that is there; where it takes up the result of
-  another one, that is not waited for as long as there is something to compute, unless what follows
-  would end later than all computation that is left. One that needs no computation (a
-  parameter's gather) is prefetched: a number of buckets ahead, or earlier when its stream would
-  not be done in time, as far as memory allows.
-- *lazy* nodes: waits, views, and what needs no computation, such as the unpacking of a gathered
-  bucket. They come right before the first node that uses them; with a window, also where kernels
-  would have to wait for communication, if they need none themselves. One that nothing uses comes
-  as soon as what it needs is there.
-- *kernels*, all others. They follow the order of the graph, except that one which would have to
-  wait for communication lets others go first, and that within ``window`` compute nodes of two
-  kernels that one goes first with which all that follows both ends earlier: the one with the longer
-  path behind its next collective, or the one that keeps the stream busy which both send on. Where
-  a path would be the last to end, it is not delayed: only what fits into the wait goes first.
+- *Starts* of collectives. If the input is computed (a reduction, a collective of tensor or expert
+  parallelism), the start launches as soon as the input is there. If it needs the result of another
+  collective, kernels run first, unless the start's successors would then end after all remaining
+  kernels. If it needs no computation (a parameter's gather), it is prefetched: a number of
+  buckets ahead, or earlier to keep its deadline, as far as memory allows.
+- *Lazy* nodes: waits, views, and nodes that need no computation, such as the unpacking of a bucket.
+  They run right before their first user. With a window they also run while kernels wait for
+  communication. Without a user they run as soon as their inputs are there.
+- *Kernels*, all others, in the order of the graph with two exceptions. A kernel that would wait for
+  communication lets others go first. Of two ready kernels within ``window`` compute nodes, the one
+  whose successors finish earlier runs first: it has the longer path after its next collective, or
+  keeps their common stream busy. The critical path is not delayed: only kernels that fit into its
+  wait go first.
 
 ::
 
     in      rs(a) wait(a) mm1 gather(w) wait(w) mm2 mm3
     out     rs(a) gather(w) mm1 wait(w) mm2 wait(a) mm3
 
-Under a limit on memory, gathers and overtaking kernels must leave room for what the graph's order
-has before them, and where a kernel would go above it, collectives under way are waited for first.
+Under a limit on memory, gathers and overtaking kernels leave room for the nodes that the graph has
+before them. A kernel that would exceed the limit first waits for collectives in flight.
 
-Time is that of :mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order
-in every process and on every rank.
+Times are those of :mod:`.timeline`. The order does not depend on hash order, so a graph gets the
+same order in every process and on every rank.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ from .streams import Streams
 _NO_STALL_MS = 1e-3
 _NOTHING = Send(0.0, None, 0.0, 0.0)
 ROUNDING = 1 + 1e-9
-"""By so much sums of the same times, added in another order, may differ."""
+"""The relative rounding error of sums of the same times in another order."""
 
 
 def list_schedule(model: Model, options: Options) -> list[int]:
-    """An order of the model's nodes: topological, every node once."""
+    """Return the places of all nodes in a topological order."""
     order = ListScheduler(model, options).run()
     assert order is not None
     return order
@@ -64,46 +62,46 @@ class ListScheduler:
     """One pass over a model.
 
     Args:
-        model: what is to be ordered.
-        options: what bounds and guides the order.
-        at_most_ms: the order is given up once its step is known to take longer.
+        model: the nodes to order.
+        options: bounds and preferences.
+        at_most_ms: give up once the step is known to take longer, in milliseconds.
     """
 
     def __init__(self, model: Model, options: Options, at_most_ms: float = math.inf) -> None:
         self.model = model
         self.options = options
         self.at_most_ms = at_most_ms * ROUNDING
-        self.lost = False  # it will take longer
-        # What of the options made a difference.
-        self.farthest = 0  # compute nodes ahead of the oldest one: where a long path won
-        self.filled = False
-        self.too_deep = False  # a gather was held back for those ahead of it,
-        self.hurried = False  # or was not, for its deadline
-        self.short = False  # memory was
-        self.capped = False  # a run was as long as it may be
+        self.lost = False  # the step is known to take longer than ``at_most_ms``
+        # These record which options made a difference; see as_with().
+        self.farthest = 0  # the most compute nodes that a long path overtook
+        self.filled = False  # a lazy node filled a wait
+        self.too_deep = False  # a gather was held back by ``depth``,
+        self.hurried = False  # or went first all the same, for its deadline
+        self.short = False  # memory ran out
+        self.capped = False  # a compute run reached ``max_run``
         self.analysis = analysis = model.analysis
         self.needs = model.dependencies.needs
         self.needed_by = model.dependencies.needed_by
         size = len(model)
         self.order: list[int] = []
         self.done = [False] * size
-        self.missing = list(analysis.missing)  # needs that are neither done nor available
+        self.missing = list(analysis.missing)  # in-degrees without what is done or available
         self.available = list(analysis.available)
-        self.ready = list(analysis.ready)  # kernels whose needs are done or available, by number
-        self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
+        self.ready = list(analysis.ready)  # numbers of the kernels with in-degree 0
+        self.pending: dict[int, list[int]] = {}  # the waits that a ready kernel needs
         self.to_launch = list(analysis.produced)
-        self.held: list[int] = []  # starts whose inputs would have to be waited for
-        self.in_flight: list[int] = []  # reductions whose wait is still to come
-        self.unwaited: list[int] = []  # all collectives that have one to come, and some others
+        self.held: list[int] = []  # starts whose inputs need a wait
+        self.in_flight: list[int] = []  # reductions without their wait
+        self.unwaited: list[int] = []  # all collectives without their wait, and some others
         self.wait_of = analysis.wait_of
         self.live = LiveBytes(model.liveness)
-        self.freed_by_waits = 0  # live bytes that waits alone keep
+        self.freed_by_waits = 0  # live bytes that only open waits keep
         self.freed: dict[int, int] = {}
         self.now = 0.0
-        self.kernels_ms = 0.0  # of the kernels that were run
+        self.kernels_ms = 0.0  # of the kernels in the order
         self.streams = Streams(model.group, model.ms, model.shared)
         self.end = self.streams.end
-        self.last: dict[str | None, int] = {}  # launched, by group
+        self.last: dict[str | None, int] = {}  # each group's last launch
         self.tail = model.paths.tail
         self.left = Remaining(model, model.paths)
         self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
@@ -112,16 +110,16 @@ class ListScheduler:
         self.run_length = 0
         self.reductions = {group: list(starts) for group, starts in analysis.reductions.items()}
         self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
-        self.reducing = False  # whether there is a next one
+        self.reducing = False  # whether a reduction is left
         self.under: dict[int, list[int]] = {}
         for gather, kernel in options.under.items():
             self.under.setdefault(kernel, []).append(gather)
 
     def run(self) -> list[int] | None:
-        """The order; None if it was given up."""
+        """Return the order; None if it was given up."""
         self._want_next_reduction()
         for i in range(len(self.model)):
-            if self.analysis.ends[i] and not self.needs[i]:
+            if self.analysis.dead_ends[i] and not self.needs[i]:
                 self._emit(i)
         kernels = self.analysis.kernels
         while True:
@@ -151,8 +149,7 @@ class ListScheduler:
         return None if self.lost else self.order
 
     def as_with(self, options: Options) -> bool:
-        """Whether the order would be the same with ``options``, because what is different in them
-        never mattered."""
+        """Return whether ``options`` give the same order, because no difference mattered."""
         mine, other = self.options, options
         if mine == other:
             return True
@@ -207,8 +204,8 @@ class ListScheduler:
         if not self.available[i]:
             self.available[i] = True
             self._satisfied(i)
-        for j in analysis.ends_behind[i]:
-            # Here it keeps nothing alive that others are done with.
+        for j in analysis.run_after[i]:
+            # Run here, it keeps no storage live that others have finished with.
             if all(self.done[k] for k in self.needs[j]):
                 self._emit(j)
 
@@ -220,7 +217,7 @@ class ListScheduler:
         self.lost |= end + self.tail[i] - self.model.ms[i] > self.at_most_ms
         for stream in self.model.streams_of(group):
             self.left.begin(i, stream)
-            # What is under way on a level may be done before ``i``.
+            # Other collectives in flight on the level may end before ``i``.
             free = end if stream == group else self.now
             self.lost |= self.left.least_end(stream, free) > self.at_most_ms
         if not self.analysis.source[i]:
@@ -234,7 +231,7 @@ class ListScheduler:
             self._want_next_reduction()
 
     def _satisfied(self, i: int) -> None:
-        """All that waits for ``i`` can be placed, as far as it needs nothing else."""
+        """Lower the in-degrees of the nodes that need ``i``, and collect those that are ready."""
         missing, available, needed_by = self.missing, self.available, self.needed_by
         stack = [i]
         while stack:
@@ -252,8 +249,10 @@ class ListScheduler:
                 stack.append(j)
 
     def _launch_produced(self) -> None:
-        """Launch what is there, unless it would have to be waited for: a reduction between nodes,
-        say, of what another one within the nodes has not made yet."""
+        """Launch the starts whose inputs are ready, and hold back those that need a wait.
+
+        HSDP's all-reduce between nodes, for one, needs the result of a reduce-scatter.
+        """
         while self.to_launch or self.held:
             starts = sorted({*self.to_launch, *self.held})
             self.to_launch, self.held = [], []
@@ -268,9 +267,11 @@ class ListScheduler:
                 break
 
     def _launch_held(self, kernel: int) -> bool:
-        """Whether a start was launched that has to be waited for: no longer than ``kernel`` would
-        have to wait itself, or because what follows it would end later behind ``kernel`` than what
-        is left to compute, and what follows ``kernel``, would after the wait."""
+        """Launch one of the held starts, if that is better than to run ``kernel`` first.
+
+        It is where ``kernel`` waits at least as long itself, or where the start's successors would
+        end later after ``kernel`` than all kernels and the successors of ``kernel`` after the wait.
+        """
         tail, ms = self.tail, self.model.ms
         for start in self.held:
             stall = self._stall(start)
@@ -281,7 +282,7 @@ class ListScheduler:
         return False
 
     def _retire(self) -> None:
-        """Place the waits of reductions that are through: what they read and wrote is free then."""
+        """Run the waits of finished reductions, which frees what these read and wrote."""
         limit = self.options.limit_bytes
         while self.in_flight:
             start = self.in_flight[0]
@@ -295,7 +296,7 @@ class ListScheduler:
                 self._emit(wait)
 
     def _make_room(self, kernel: int) -> None:
-        """Wait for collectives under way, the first to end first, until ``kernel`` fits."""
+        """Wait for collectives in flight, the first to end first, until ``kernel`` fits."""
         if self._has_room(kernel):
             return
         self.unwaited = [s for s in self.unwaited if not self.done[self.wait_of[s]]]
@@ -305,7 +306,7 @@ class ListScheduler:
                 break
 
     def _is_reduction(self, start: int) -> bool:
-        # What leads to no kernel is waited for for its memory's sake alone.
+        # Its result reaches no kernel, so its wait only frees memory.
         return self.analysis.first_use[start] == len(self.analysis.kernels)
 
     # --- prefetching -----------------------------------------------------------------------------
@@ -336,10 +337,10 @@ class ListScheduler:
             return False
         ahead = 0
         for other in reversed(gathers[max(0, at - options.depth) : at]):
-            by = analysis.first_use[other]  # by no kernel if it is a result of the graph
+            by = analysis.first_use[other]  # past the last kernel for a result of the graph
             unused = by < len(analysis.kernels) and not self.done[analysis.kernels[by]]
             ahead += self.done[other] and unused
-        # Counted in what was run, wherever it stands; behind the next kernel it would be too late.
+        # Kernels in the order count wherever the graph has them. After the next one it is too late.
         reached = self.kernels_ms + self.model.ms[analysis.kernels[head]]
         late = options.deadlines and analysis.latest[gather] < reached
         if ahead >= options.depth:
@@ -350,8 +351,7 @@ class ListScheduler:
         return use <= head or self._fits(gather)
 
     def _fits(self, node: int) -> bool:
-        """Whether there is room for what a gather or another early node makes, until the order of
-        the graph has it, too."""
+        """Return whether an early node's results fit until the graph has the node, too."""
         limit = self.options.limit_bytes
         if limit is None:
             return True
@@ -362,21 +362,20 @@ class ListScheduler:
                 added += sum(liveness.size[s] for s in liveness.allocates[need])
         most = self.live.now + added
         if most <= limit:
-            there = bisect.bisect_left(analysis.kernels, node)  # kernels before it in the graph
+            there = bisect.bisect_left(analysis.kernels, node)  # the graph's kernels before it
             most += self._growth(there)
         self.short |= most > limit
         return most <= limit
 
     def _growth(self, number: int) -> int:
-        """By how much live bytes grow at most until the kernel of that number, in the order of the
-        graph."""
+        """Return how much live bytes grow until kernel ``number``, in the order of the graph."""
         analysis, here = self.analysis, self.analysis.live[self.head]
         return max(analysis.most[self.head : number], default=here) - here
 
     # --- the next kernel -------------------------------------------------------------------------
 
     def _choose(self) -> int:
-        """Number of the kernel to run next."""
+        """Return the number of the kernel to run next."""
         analysis, options, model = self.analysis, self.options, self.model
         before, kernels = analysis.compute_before, analysis.kernels
         reach = before[self.head] + max(options.window, options.fill)
@@ -397,7 +396,7 @@ class ListScheduler:
                 self.lost = True
             send = sends[kernel]
             busy = end[last[send.group]] - now if send.group in last else 0.0
-            if best >= 0:  # without a window the first one that need not wait goes
+            if best >= 0:  # without a window the first kernel that needs no wait runs
                 sooner = sooner_ms(send, best_send, busy, best_busy)
                 if sooner < -_NO_STALL_MS or (sooner <= _NO_STALL_MS and tail <= best_tail):
                     continue
@@ -422,19 +421,21 @@ class ListScheduler:
             return best
         if fallback >= 0:
             return fallback
-        # What is near is held back by the run bound; what the reduction needs lies further ahead.
+        # The bound on runs holds back all near kernels: take one that the reduction needs.
         allowed = (
             n for n in self.ready if not model.compute[kernels[n]] or kernels[n] in self.wanted
         )
         return next(allowed, self.ready[0])
 
     def _delays(self, kernel: int, path_ms: float, stall: float, tail: float) -> bool:
-        """Whether all would end later with ``kernel``, whose path takes ``tail``, than with a wait
-        of ``stall`` for a path of ``path_ms``."""
+        """Return whether the step ends later with ``kernel`` first than with a wait of ``stall``.
+
+        ``tail`` is the path of ``kernel``, ``path_ms`` that of the kernel that waits.
+        """
         return self.model.ms[kernel] + path_ms > stall + max(path_ms, tail, self.left.kernels_ms)
 
     def _fitting(self, waiting: int, stall: float, near: int, capped: bool) -> int:
-        """The kernel of the longest path that is done within ``stall``, else ``waiting``."""
+        """Return the kernel of the longest path that fits into ``stall``, else ``waiting``."""
         analysis, model = self.analysis, self.model
         best, best_tail = waiting, -1.0
         for number in self.ready:
@@ -452,8 +453,8 @@ class ListScheduler:
         return best
 
     def _fill(self, kernel: int) -> bool:
-        """Whether there was a lazy node to place in the time that ``kernel`` would have to wait."""
-        if not self.options.window:  # the graph's order, which holds the least memory
+        """Run one lazy node that fits into the wait of ``kernel``, if there is one."""
+        if not self.options.window:  # the graph's order holds the least memory
             return False
         stall, analysis, ms = self._stall(kernel), self.analysis, self.model.ms
         if stall <= _NO_STALL_MS:
@@ -473,13 +474,13 @@ class ListScheduler:
         return False
 
     def _stall(self, kernel: int) -> float:
-        """How long the compute stream would have to wait before ``kernel``."""
+        """Return the milliseconds that the compute stream would wait before ``kernel``."""
         waits = self.pending.get(kernel)
         if waits is None:
-            waits = self.pending[kernel] = self._waits_behind(kernel)
+            waits = self.pending[kernel] = self._open_waits(kernel)
         latest, over = 0.0, False
         for wait in waits:
-            if self.done[wait]:  # since it was looked for
+            if self.done[wait]:  # since the list was made
                 over = True
                 continue
             start = self.model.start_of[wait]
@@ -490,8 +491,8 @@ class ListScheduler:
             self.pending[kernel] = [wait for wait in waits if not self.done[wait]]
         return latest - self.now
 
-    def _waits_behind(self, node: int) -> list[int]:
-        """The waits still to come before ``node``."""
+    def _open_waits(self, node: int) -> list[int]:
+        """List the open waits that ``node`` needs."""
         done, needs, start_of = self.done, self.needs, self.model.start_of
         found, seen, stack = [], {node}, [node]
         while stack:
@@ -524,8 +525,7 @@ class ListScheduler:
         return most <= limit
 
     def _open_needs(self, i: int) -> list[int]:
-        """List the nodes that ``i`` needs and that are still to come, then ``i``, as they would be
-        placed."""
+        """List the open nodes that ``i`` needs, then ``i``, in the order to place them."""
         if self.done[i]:
             return []
         found: dict[int, None] = {}
@@ -543,7 +543,7 @@ class ListScheduler:
     # --- runs between reduce-scatters ------------------------------------------------------------
 
     def _run_is_full(self) -> bool:
-        """Whether only what the next reduce-scatter needs may still be computed before it."""
+        """Return whether only nodes that the next reduce-scatter needs may run before it."""
         most = self.options.max_run
         if most is None or not self.reducing or self.run_length + len(self.wanted) < most:
             return False
@@ -560,13 +560,13 @@ class ListScheduler:
                 starts.pop()
             if not starts:
                 continue
-            wanted = self._compute_behind(starts[-1], None if best is None else len(best))
+            wanted = self._open_compute(starts[-1], None if best is None else len(best))
             if wanted is not None:
                 best = wanted
         self.wanted, self.reducing = best or {}, best is not None
 
-    def _compute_behind(self, start: int, fewer_than: int | None) -> dict[int, None] | None:
-        """The compute nodes still to come before ``start``; None if there are too many."""
+    def _open_compute(self, start: int, fewer_than: int | None) -> dict[int, None] | None:
+        """Return the open compute nodes that ``start`` needs; None for ``fewer_than`` or more."""
         found: dict[int, None] = {}
         seen, stack = {start}, [start]
         while stack:

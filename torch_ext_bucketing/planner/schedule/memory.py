@@ -1,7 +1,6 @@
-"""Policies that bound what an order may do to memory.
+"""Policies that bound the memory of an order.
 
-A bound that can't be kept is never silent: the report and one warning say by how much it is missed
-and what stands in the way.
+The report and one warning show by how much an order misses a bound, and the cause.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ _ALL = 2**63  # bytes: more than any graph needs
 
 @dataclass(frozen=True)
 class MaxComputeRun(Policy):
-    """No more than so many compute nodes between two reduce-scatters.
+    """Bound the number of compute nodes between two reduce-scatters.
 
-    Buckets tie far-apart nodes together, and the sort that follows may run the recomputation of
-    many layers before the first reduce-scatter, with all their gradients alive. (AutoParallel saw
-    runs of 40; at most 8 saved 4.3 GB for 5.9 ms of a step of LLaMA-3 8B on 128 GPUs, AutoParallel
-    PR 481.) Reduce-scatters that stood between such nodes are pulled forward. Compute nodes after
-    the last reduce-scatter are not bounded.
+    After merging, a topological sort may run the recomputation of many layers before the first
+    reduce-scatter, with all their gradients live. This pulls reduce-scatters forward. Compute nodes
+    after the last one are not bounded.
 
     Args:
         max_consecutive: compute nodes (matrix products, attention, convolutions), at least 1.
 
     Raises:
-        ValueError: another number.
+        ValueError: ``max_consecutive`` is not a positive whole number.
     """
+
+    # AutoParallel (PR 481) saw runs of 40. At most 8 saved 4.3 GB and cost 5.9 ms in a step of
+    # LLaMA-3 8B on 128 GPUs.
 
     max_consecutive: int = 8
 
@@ -43,16 +43,15 @@ class MaxComputeRun(Policy):
             raise ValueError(f"max_consecutive must be a whole number of at least 1, got {n!r}")
 
     def ask(self, case: Case, options: Options) -> Options:
-        """Runs of that length. One that dependencies force anyway is no reason to hold others
-        back."""
+        """Bound runs, at no less than dependencies force anyway."""
         return options.tightened(max_run=max(self.max_consecutive, case.fact(forced_run)))
 
     def misses(self, case: Case, timeline: Timeline) -> float:
-        """Compute nodes of the longest run above the bound, over the bound."""
+        """Return the longest run's excess over the bound, relative to the bound."""
         return max(0, timeline.longest_run - self.max_consecutive) / self.max_consecutive
 
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
-        """The bound, what dependencies force, and where the longest run ends."""
+        """Report the bound, the run that dependencies force, and the end of the longest run."""
         most, forced = self.max_consecutive, case.fact(forced_run)
         figures = {"max_run": most, "forced_run": forced}
         if timeline.longest_run <= most:
@@ -72,22 +71,21 @@ class MaxComputeRun(Policy):
         return PolicyReport(repr(self), figures, warning=warning)
 
     def max_bucket_run(self) -> int:
-        """Buckets of reduce-scatters that leave no longer run."""
+        """Return the bound, so that reduce-scatter buckets force no longer run."""
         return self.max_consecutive
 
 
 @dataclass(frozen=True)
 class PeakMemory(Policy):
-    """The estimated peak of live bytes stays under a bound.
+    """Bound the estimated peak of live bytes.
 
     Args:
-        gib: the bound in GiB; inputs, saved values and constants of the graph count, and in
+        gib: the bound in GiB. It includes inputs, saved values and constants of the graph, and in
             backward the parameters that only forward reads.
-        ratio: or the bound as a multiple of the peak that the graph has before any bucketing and
-            reordering.
+        ratio: the bound relative to the graph's peak before bucketing and reordering.
 
     Raises:
-        ValueError: not exactly one of them, or one that is no positive number.
+        ValueError: not exactly one of them is given, or it is not a positive number.
     """
 
     gib: float | None = None
@@ -105,23 +103,23 @@ class PeakMemory(Policy):
             raise ValueError(f"the bound must be a positive number, got {given[0]!r}")
 
     def limit_bytes(self, reference: int) -> int:
-        """The bound in bytes, for a graph whose peak was ``reference`` bytes."""
+        """Return the bound in bytes, for a graph whose peak was ``reference`` bytes."""
         if self.gib is not None:
             return int(min(self.gib * _GIB, _ALL))
         assert self.ratio is not None
         return int(min(self.ratio * reference, _ALL))
 
     def ask(self, case: Case, options: Options) -> Options:
-        """Prefetching and overtaking that stay under the bound."""
+        """Keep prefetching and overtaking under the bound."""
         return options.tightened(limit_bytes=self.limit_bytes(case.reference_bytes))
 
     def misses(self, case: Case, timeline: Timeline) -> float:
-        """Bytes of the peak above the bound, over the bound."""
+        """Return the peak's excess over the bound, relative to the bound."""
         limit = self.limit_bytes(case.reference_bytes)
         return max(0, timeline.peak_bytes - limit) / max(1, limit)
 
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
-        """The bound in bytes, and what is live where the peak is above it."""
+        """Report the bound in bytes, and the place of a peak above it."""
         limit = self.limit_bytes(case.reference_bytes)
         figures = {"limit_bytes": limit}
         if timeline.peak_bytes <= limit:
@@ -139,12 +137,12 @@ class PeakMemory(Policy):
 
 
 def within(policies: Sequence[Policy], limit_bytes: int, reference: int) -> tuple[Policy, ...]:
-    """``policies`` with a bound on memory of so many bytes, or the tighter one that they have.
+    """Return ``policies`` with a bound on memory, or their own one if that is tighter.
 
     Args:
         policies: at most one of each class.
         limit_bytes: the bound.
-        reference: the peak that a ratio among ``policies`` refers to.
+        reference: the peak in bytes that a ratio refers to.
     """
     own = [p.limit_bytes(reference) for p in policies if isinstance(p, PeakMemory)]
     bound = PeakMemory(gib=max(1, min([limit_bytes, *own])) / _GIB)
@@ -152,11 +150,11 @@ def within(policies: Sequence[Policy], limit_bytes: int, reference: int) -> tupl
 
 
 def forced_run(model: Model) -> int:
-    """A number of compute nodes that no order can keep every run between reduce-scatters under.
+    """Compute a lower bound of the longest compute run in any order.
 
-    The reduce-scatters of one group keep their order. By its k-th, all compute nodes that the first
-    k need have run, and at most k of the group's and all of the other groups' reduce-scatters have
-    cut them into runs: one of the runs is at least the quotient.
+    The reduce-scatters of one group keep their order. At its k-th, all compute nodes that the first
+    k need have run, cut into runs by at most k reduce-scatters of the group and all of the other
+    groups. So one run has at least the quotient.
     """
     needs, groups = model.dependencies.needs, model.analysis.reductions
     total = sum(map(len, groups.values()))

@@ -1,4 +1,4 @@
-"""A graph as the scheduler sees it: nodes by place, with costs, dependencies and live bytes."""
+"""The scheduler's model of a graph: nodes with times, dependencies and live bytes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .paths import Paths
 
 
 def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:
-    """The model of a graph, in its own order.
+    """Build the model of a graph, in the order of the graph.
 
     Args:
-        graph: a graph, or what is known of it already.
-        machine: what nodes are timed for, or the costs of one, so that several models share them.
-            They take sizes that depend on data as ``graph`` does where that is an analysis.
+        graph: a graph, or its analysis.
+        machine: the machine to time nodes for, or costs, which several models can share. Size hints
+            are those of ``graph`` where that is an analysis.
 
     Raises:
         ValueError: the graph is not in topological order.
@@ -64,16 +64,16 @@ def peak_bytes(
     size_hints: SizeHints | GivenHints = None,
     external_live_bytes: int = 0,
 ) -> int:
-    """The estimated peak of live bytes of a graph in its own order; see :mod:`.graph.liveness`.
+    """Estimate the peak of live bytes of a graph in its own order (:mod:`.graph.liveness`).
 
     Args:
         gm: a graph with fake tensors in ``meta["val"]``.
         donated: see :class:`.GraphAnalysis`.
-        size_hints: as of :func:`.backend`.
+        size_hints: see :func:`.backend`.
         external_live_bytes: see :class:`.GraphAnalysis`.
 
     Raises:
-        TypeError: ``size_hints`` is no whole number and no callable.
+        TypeError: ``size_hints`` is neither a whole number nor a callable.
         ValueError: the graph is not in topological order, or ``size_hints`` is negative.
     """
     return GraphAnalysis(
@@ -82,11 +82,11 @@ def peak_bytes(
 
 
 class Row(NamedTuple):
-    """A node of a model in the making; fields as of :class:`Model` and of :class:`.Storages`.
+    """A node of a new model; other fields are those of :class:`Model` and :class:`.Storages`.
 
     Args:
-        node: what stands for it in the graph.
-        needs: places in the new model, those of the launch order left out.
+        node: the node of the graph, or one that represents it.
+        needs: its dependencies as places in the new model, without those of the launch order.
     """
 
     node: fx.Node
@@ -102,30 +102,28 @@ class Row(NamedTuple):
 
 
 class Model(NodeTable):
-    """The movable nodes of a graph as the scheduler sees them, with what is computed of them once;
-    see :func:`.model_of`."""
+    """The movable nodes of a graph, with facts that are computed once; see :func:`.model_of`."""
 
     @cached_property
     def paths(self) -> Paths:
-        """The longest paths, and what no order can be shorter than, computed once."""
+        """The longest paths, and a lower bound of every order."""
         return Paths(self)
 
     @cached_property
     def analysis(self) -> ModelAnalysis:
-        """Facts that every order of the model has in common, computed once."""
+        """Facts that all orders share."""
         return ModelAnalysis(self, self.paths)
 
     @cached_property
     def needed_values(self) -> list[list[int]]:
-        """By place, what the node needs but for the launch order."""
+        """The dependencies of each node, without those of the launch order."""
         return [
             mine if self.group[i] is None else [j for j in mine if self.group[j] is None]
             for i, mine in enumerate(self.dependencies.needs)
         ]
 
     def row(self, i: int, at: Sequence[int]) -> Row:
-        """Node ``i`` as it is in a model in the making, in which old places are ``at``; below 0:
-        not in it."""
+        """Return node ``i`` for a new model; ``at`` maps old places to new ones, or to -1."""
         start = self.start_of[i]
         return Row(
             self.dependencies.nodes[i],
@@ -148,8 +146,10 @@ class Model(NodeTable):
         kept: dict[int, None],
         at_start: int,
     ) -> Model:
-        """The model of other nodes on the same machine. Collectives of one group and kind are
-        launched in the order of ``rows``; the rest is as of :class:`Model` and :class:`.Storages`.
+        """Build the model of other nodes on the same machine.
+
+        Collectives of one group and kind launch in the order of ``rows``. The other arguments are
+        those of :class:`Model` and :class:`.Storages`.
         """
         columns_of = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
         nodes, given, allocates, touches, *rest = map(list, columns_of)

@@ -1,4 +1,4 @@
-"""Facts that all orders of a model have in common; :mod:`.list_schedule` has the sorts of nodes."""
+"""Facts that all orders of a model share; :mod:`.list_schedule` defines the sorts of nodes."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ _LARGE = 2**62  # bytes
 
 
 class ModelAnalysis:
-    """Facts that all orders of a model have in common: :attr:`.Model.analysis`.
+    """Facts that all orders of a model share: :attr:`.Model.analysis`.
 
-    Places are those of the model's nodes; kernels are also numbered, in the order of the graph.
+    Nodes are known by their places. Kernels also have numbers, in the order of the graph.
 
     Attributes:
-        lazy: by place, whether the node is a wait, a view or the like, and comes right before the
-            first node that uses it.
-        source: by place, whether no kernel comes before it.
+        lazy: by place, whether the node is a wait, a view or the like.
+        source: by place, whether the node needs no kernel.
         kernels: places of the kernels, by number.
         at: number of each kernel, by place.
         compute_before: by number, compute nodes before the kernel.
         ms_before: by number, milliseconds of the kernels before it.
-        total_ms: of all kernels.
-        sends: by place, what the node is on the way to.
+        total_ms: milliseconds of all kernels.
+        sends: by place, the node's next collective.
         first_use: by place, number of the first kernel that needs the node.
-        gathers: by process group, the starts that need no computation and are used by some.
+        dead_ends: by place, whether the node is lazy, reaches no kernel and no collective, and
+            leaves no more bytes live than it frees.
+        gathers: by process group, the starts that need no kernel and reach one.
         wait_of: by place of a start, the place of its wait.
+        reductions: by process group, the reduce-scatters, the last one first.
+        fillers: lazy nodes that take time and need no collective, in the order of their use.
         latest: by place of a gather, when it must begin; see :func:`latest_starts`.
-        live: by number, bytes live before the kernel; ``most``: the most until the next one.
+        live: by number, bytes live before the kernel.
+        most: by number, the most bytes live from then until the next kernel.
     """
 
     def __init__(self, model: NodeTable, paths: Paths) -> None:
         needs = model.dependencies.needs
         size = len(model)
         self.lazy = [False] * size
-        self.source = [False] * size  # needs no kernel
+        self.source = [False] * size
         for i, mine in enumerate(needs):
             group, wait = model.group[i], model.start_of[i] >= 0
             free = all(self.source[j] for j in mine if not model.only_ordered(j, i))
@@ -51,7 +55,7 @@ class ModelAnalysis:
                 self.source[i] = False
         self.kernels = [i for i in range(size) if not self.lazy[i] and model.group[i] is None]
         self.at = {i: k for k, i in enumerate(self.kernels)}
-        # Compute nodes, and milliseconds, before each kernel in the order of the graph, and of all.
+        # One entry more than there are kernels: the last one is the total.
         kernels = self.kernels
         self.compute_before = [
             *itertools.accumulate((model.compute[i] for i in kernels), initial=0)
@@ -64,41 +68,39 @@ class ModelAnalysis:
                 if not model.only_ordered(i, j):
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
         self.sends = sends_of(model, paths.tail)
-        # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live, or
-        # less than what they read, such as a part of a gathered parameter that is kept.
-        self.ends = [False] * size
+        # A part of a gathered parameter that is kept is one: it frees the rest.
+        self.dead_ends = [False] * size
         for i in reversed(range(size)):
-            self.ends[i] = (
+            self.dead_ends[i] = (
                 self.lazy[i]
                 and model.start_of[i] < 0
-                and all(self.ends[j] for j in model.dependencies.needed_by[i])
+                and all(self.dead_ends[j] for j in model.dependencies.needed_by[i])
                 and _adds_less(model, i)
             )
-        # With them one of several results: the others are in memory until it is taken.
+        # Items of several results run at once, too: until then all results are live.
         nodes = model.dependencies.nodes
-        self.ends_behind = [
-            [j for j in users if self.ends[j] or nodes[j].target is operator.getitem]
+        self.run_after = [
+            [j for j in users if self.dead_ends[j] or nodes[j].target is operator.getitem]
             for users in model.dependencies.needed_by
         ]
-        # Bytes that a node allocates at most, with all that is placed right before it.
+        # The most bytes that a node allocates, with the lazy nodes right before it.
         self.adds = [0] * size
         for i, mine in enumerate(needs):
             self.adds[i] = sum(model.liveness.size[s] for s in model.liveness.allocates[i])
             self.adds[i] += sum(self.adds[j] for j in mine if j not in self.at)
             self.adds[i] = min(self.adds[i], _LARGE)
-        # No gather is what leads to no kernel: a reduction of what a graph is given, say.
+        # A start that reaches no kernel is not a gather: a reduction of an input, for one.
         self.gathers: dict[str, list[int]] = {}
         for i in range(size):
             group = model.group[i]
             if group is not None and self.source[i] and self.first_use[i] < len(self.kernels):
                 self.gathers.setdefault(group, []).append(i)
         self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
-        self.reductions: dict[str, list[int]] = {}  # reduce-scatters by group, the first one last
+        self.reductions: dict[str, list[int]] = {}
         for i in reversed(range(size)):
             if model.reduces[i]:
                 self.reductions.setdefault(str(model.group[i]), []).append(i)
         self._find_available(model)
-        # Lazy nodes that take time and need no collective, in the order of their use.
         given = [False] * size
         for i, mine in enumerate(needs):
             given[i] = self.source[i] and model.group[i] is None and all(given[j] for j in mine)
@@ -109,8 +111,10 @@ class ModelAnalysis:
         self.live, self.most = self._live_at_kernels(model)
 
     def _find_available(self, model: NodeTable) -> None:
-        """Find what is there before anything was run: lazy nodes and starts that need no kernel,
-        those of them that are no gathers, and the kernels that need only such."""
+        """Find the nodes that are ready at the start: lazy nodes, starts and kernels.
+
+        ``missing`` has the in-degrees of the others.
+        """
         self.missing = [len(n) for n in model.dependencies.needs]
         self.available = [False] * len(model)
         self.ready: list[int] = []
@@ -128,12 +132,12 @@ class ModelAnalysis:
                 self.missing[j] -= 1
 
     def _latest_starts(self, model: NodeTable) -> dict[int, float]:
-        """When each gather must begin for its stream to be done in time, in kernels' time."""
+        """Compute when each gather must begin, in milliseconds of the kernels' time."""
         load: dict[str, list[tuple[float, float]]] = {}
         for i, group in enumerate(model.group):
             if group is not None and not self.source[i]:
                 produced = max(
-                    (self.ms_before[self.at[j]] for j in self._kernels_behind(model, i)),
+                    (self.ms_before[self.at[j]] for j in self._last_kernels(model, i)),
                     default=0.0,
                 )
                 level = model.shared.get(group, group)
@@ -146,10 +150,11 @@ class ModelAnalysis:
         return latest
 
     def first_uses(self) -> dict[int, int]:
-        """For each start that needs no computation, the place of the first kernel that uses it."""
+        """Map each gather to the first kernel that needs it, both by place."""
         return {i: self.kernels[self.first_use[i]] for mine in self.gathers.values() for i in mine}
 
-    def _kernels_behind(self, model: NodeTable, i: int) -> list[int]:
+    def _last_kernels(self, model: NodeTable, i: int) -> list[int]:
+        """List the kernels that ``i`` needs with only lazy nodes between."""
         found, seen, stack = [], {i}, [i]
         while stack:
             node = stack.pop()
@@ -164,8 +169,7 @@ class ModelAnalysis:
         return found
 
     def _live_at_kernels(self, model: NodeTable) -> tuple[list[int], list[int]]:
-        """In the order of the graph, what is live before each kernel, and the most from then until
-        the next one."""
+        """Compute ``live`` and ``most``, in the order of the graph."""
         live, before, most = LiveBytes(model.liveness), list[int](), list[int]()
         for i in range(len(model)):
             if i in self.at:
@@ -178,7 +182,7 @@ class ModelAnalysis:
 
 
 def _adds_less(model: NodeTable, i: int) -> bool:
-    """Whether a node adds nothing that stays live, or less than what it reads and others free."""
+    """Return whether a node leaves no more bytes live than it frees."""
     live = model.liveness
     added = sum(live.size[s] for s in live.allocates[i] if s in live.kept)
     own = live.allocates[i]
@@ -189,13 +193,15 @@ def _adds_less(model: NodeTable, i: int) -> bool:
 def latest_starts(
     gathers: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]], end_ms: float
 ) -> list[float]:
-    """When each gather of a stream must begin for all of them to be done in time, in milliseconds
-    of the kernels' time. What else runs on the stream after that pushes it further ahead.
+    """Compute when each gather of a stream must begin so that none delays its use.
+
+    Times are milliseconds of the kernels' time. Other collectives of the stream move the deadline
+    of the gathers before them forward.
 
     Args:
-        gathers: in the order of launch: when each one is used, and how long it takes.
-        others: when each other collective of the stream can begin, ascending, and what it takes.
-        end_ms: when all kernels are done.
+        gathers: use and duration of each gather, in the order of launch.
+        others: earliest begin and duration of each other collective, ascending.
+        end_ms: the end of the last kernel.
     """
     found, bound, left = [0.0] * len(gathers), end_ms, len(others)
     for i in reversed(range(len(gathers))):

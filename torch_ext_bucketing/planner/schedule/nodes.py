@@ -1,4 +1,4 @@
-"""The movable nodes of a graph as columns, one entry per node: what orders are made of."""
+"""The movable nodes of a graph as columns, one entry per node."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class NodeTable:
     """The movable nodes of a graph, by place; see :func:`.model_of`.
 
     Args:
-        dependencies: the nodes, and what each one needs.
-        liveness: what each one allocates and touches.
-        ms: time on the node's stream; 0 for what :mod:`.graph.uneven` leaves out, and for what
-            nothing reads.
-        group: process group of a collective, or None.
-        start_of: for a wait, the place of its collective, or -1.
-        compute: whether it is a compute node.
+        dependencies: the nodes and their dependencies.
+        liveness: the storages that each node allocates and touches.
+        ms: milliseconds on the node's stream; 0 for nodes of uneven shards (:mod:`.graph.uneven`)
+            and for nodes without a user.
+        group: a collective's process group, or None.
+        start_of: the place of a wait's collective, or -1.
+        compute: whether the node is a compute node.
         reduces: whether it is a reduce-scatter.
         view: whether it runs no kernel.
-        graph: that the table is of, or was made from.
-        members: of a bucket that is only planned, by the place of its start: the starts in it.
-        shared: the network level of each group that is not alone on its level.
+        graph: the analysis of the graph that the table was made from.
+        members: the starts in a planned bucket, by the place of the bucket's start.
+        shared: the network level of each group that shares it with others.
     """
 
     dependencies: Precedence
@@ -47,19 +47,23 @@ class NodeTable:
         return len(self.ms)
 
     def streams_of(self, group: str | None) -> tuple[str | None, ...]:
-        """What has to take one after the other, with a collective of that group, or with a kernel
-        where it is None: its stream, and the network level if others share that."""
+        """List the streams that a collective of ``group`` keeps busy, or a kernel (None).
+
+        A group that shares its network level keeps that busy, too.
+        """
         level = None if group is None else self.shared.get(group)
         return (group,) if level is None else (group, level)
 
     def only_ordered(self, before: int, after: int) -> bool:
-        """Whether the two are starts: then ``after`` needs ``before`` for the launch order alone,
-        and not its end."""
+        """Return whether both are starts: ``after`` then only launches after ``before``."""
         return self.group[before] is not None and self.group[after] is not None
 
     def needs_end(self, before: int, after: int) -> bool:
-        """Whether ``after``, which needs ``before``, can't begin before it has ended: not where
-        ``before`` is a start that ``after`` does not wait for, such as a write to its input."""
+        """Return whether ``after``, which needs ``before``, can't begin before it has ended.
+
+        A start is an exception unless ``after`` is its wait: a write to its input, for one, only
+        needs its launch.
+        """
         if self.group[before] is None:
             return True
         start = self.start_of[after]

@@ -11,17 +11,17 @@ class Options:
     """Bounds and preferences for one order.
 
     Args:
-        limit_bytes: live bytes that prefetching and overtaking must stay under; where what follows
-            the order of the graph would not, collectives under way are waited for first, and what
-            they use is freed. None: no bound.
-        window: compute nodes within which the longest remaining path decides; 0: the graph's order.
-        fill: compute nodes ahead of the oldest open one that may run while it would have to wait.
-        depth: gathers of one group that may be under way or unused ahead of the next one.
+        limit_bytes: live bytes that prefetching and overtaking stay under. A kernel that would
+            exceed them first waits for collectives in flight, which frees their buffers. None: no
+            limit.
+        window: compute nodes among which the longest remaining path runs first; 0: the graph's
+            order.
+        fill: compute nodes after the oldest open one that may run while it waits.
+        depth: gathers of one group that may be in flight or unused when the next one launches.
         max_prefetch: compute nodes that a gather may be ahead of its use.
-        deadlines: whether gathers may also go as early as their stream needs to be done in time.
+        deadlines: whether gathers may launch earlier for their stream to end in time.
         max_run: most compute nodes between two reduce-scatters; None: no bound.
-        under: for a gather, by place, the place of the kernel before which it must be launched and
-            not long before.
+        under: the place of the kernel to launch a gather right before, by the gather's place.
     """
 
     limit_bytes: int | None = None
@@ -35,12 +35,14 @@ class Options:
 
     @property
     def sort(self) -> Options:
-        """These options without ``under``, whose places are of one model, so that they can be
-        compared between the model of planned buckets and that of the merged graph."""
+        """The options without ``under``, whose places are those of one model.
+
+        They can be compared between the model of planned buckets and that of the merged graph.
+        """
         return replace(self, under={})
 
     def tightened(self, *, limit_bytes: int | None = None, max_run: int | None = None) -> Options:
-        """These options with further bounds; of two bounds of one sort the tighter one holds."""
+        """Return the options with further bounds. The tighter one of two bounds counts."""
         return replace(
             self,
             limit_bytes=_tighter(self.limit_bytes, limit_bytes),

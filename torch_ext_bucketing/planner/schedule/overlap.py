@@ -1,4 +1,4 @@
-"""How communication is hidden under computation."""
+"""The policy that hides communication under computation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,22 @@ _QUICK_WINDOWS = (0, 16, 100)
 
 @dataclass(frozen=True)
 class Overlap(Policy):
-    """Gathers launch ahead of their use, reductions are waited for late, for
-    :func:`.schedule`.
+    """Launch gathers before their use and wait late for reductions, for :func:`.schedule`.
 
-    Several orders are tried on the cost model, from the graph's own order of computation to one
-    that puts the critical path first, and the fastest within the bounds is taken.
+    Several orders are tried on the cost model, from the graph's own order of kernels to one that
+    runs the critical path first. The fastest within the bounds is chosen.
 
     Args:
-        depth: gathers of one process group that may be under way or unused ahead of the next.
-        window: compute nodes by which computation may overtake other computation, to fill the time
-            of a wait or to launch communication earlier. 0 keeps the order of computation. Without
-            such a bound memory may grow several times over.
+        depth: gathers of one process group that may be in flight or unused when the next launches.
+        window: compute nodes that a kernel may overtake to fill a wait or to launch communication
+            earlier. 0 keeps the order of kernels. Without a bound, memory may grow several times.
         max_prefetch: compute nodes that a gather may be ahead of its use.
-        prefetch_under: the computation under which some gathers are to run: the name of a
-            parameter or module whose gather it is, to the name of a parameter or module under
-            whose computation it is launched, as in ``{"layers.4": "layers.3"}``.
+        prefetch_under: modules or parameters to gather while others compute, as in
+            ``{"layers.4": "layers.3"}``: ``layers.4`` is gathered while ``layers.3`` computes.
 
     Raises:
-        TypeError: ``prefetch_under`` is no mapping of names to names.
-        ValueError: a negative or fractional number.
+        TypeError: ``prefetch_under`` does not map names to names.
+        ValueError: a number is negative or fractional.
     """
 
     depth: int = 1
@@ -55,8 +52,7 @@ class Overlap(Policy):
             raise TypeError(f"prefetch_under must map names to names, got {under!r}")
 
     def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
-        """Windows from 0 to :attr:`window`, depths up to twice :attr:`depth`, and gathers that
-        leave the stream to reductions until they have to go."""
+        """Yield windows up to :attr:`window`, depths up to twice :attr:`depth`, and deadlines."""
         under, _ = self._launch_places(case.model)
         given = _QUICK_WINDOWS if quick else _WINDOWS
         windows = tuple(dict.fromkeys(min(w, self.window) for w in given))
@@ -79,16 +75,15 @@ class Overlap(Policy):
             )
 
     def notes(self, case: Case) -> Iterable[str]:
-        """The names in :attr:`prefetch_under` that lead nowhere in this graph."""
+        """Yield a text for each name in :attr:`prefetch_under` without effect in this graph."""
         return self._launch_places(case.model)[1]
 
     def spare_bytes(self, case: Case) -> int:
-        """The bytes of the collectives under way, each as large as the largest."""
+        """Return the bytes of the collectives in flight, each as large as the largest."""
         return (self.depth + 1) * case.fact(_largest_collective)
 
     def _launch_places(self, model: Model) -> tuple[dict[int, int], list[str]]:
-        """For the gathers that :attr:`prefetch_under` names, the kernel that each is launched
-        before."""
+        """Map each gather of :attr:`prefetch_under` to the kernel to launch it before."""
         if not self.prefetch_under:
             return {}, []
         uses = model.analysis.first_uses()
@@ -115,7 +110,7 @@ class Overlap(Policy):
 
 
 def _largest_collective(model: Model) -> int:
-    """The most bytes that a collective reads and writes."""
+    """Return the most bytes that a collective reads and writes."""
     liveness = model.liveness
     starts = [i for i, group in enumerate(model.group) if group is not None]
     return max((sum(liveness.size[s] for s in liveness.touches[i]) for i in starts), default=0)

@@ -1,7 +1,6 @@
-"""The longest paths of a model, and how long its step takes at least.
+"""Longest paths of a model, and lower bounds of its step.
 
-Both are known long before an order is: most models of plans that are compared, and most orders of
-those that are scheduled, are given up for that.
+Both are cheap. Most plans and most orders that are compared are given up for a bound.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from typing import NamedTuple
 from .nodes import NodeTable
 
 _NEAR = 500
-"""What is computed between two collectives is looked for where they are no farther apart."""
+"""Kernels between two collectives count up to this distance of their places."""
 
 _ROUNDED_MS = 1e-3
-"""What rounding may leave of times that were taken away one by one."""
+"""The most that rounding leaves of a sum after all its times were subtracted."""
 
 
 class Rest(NamedTuple):
-    """The nodes of a stream that keep the step from ending the longest.
+    """The stream's critical tail: the nodes that bound the end of the step.
 
     Args:
-        ms: that they take, one after the other.
-        after_ms: that must come after each of them, and comes after no other one of the stream.
+        ms: their milliseconds, one after the other.
+        after_ms: the least milliseconds after each of them; other nodes of the stream have less.
     """
 
     ms: float
@@ -33,15 +32,15 @@ class Rest(NamedTuple):
 
 
 class Paths:
-    """Facts that all orders of a model have in common: :attr:`.Model.paths`.
+    """The longest paths of a model: :attr:`.Model.paths`.
 
-    A stream is that of the kernels (None), or of a process group; where groups share a network
-    level, the level is one more.
+    A stream is that of the kernels (None) or of a process group. A network level that groups share
+    is a stream, too.
 
     Attributes:
-        tail: by place, milliseconds from the node's begin to the end at least: the longest path,
-            with all that is computed between its collectives.
-        kernels_ms: milliseconds of all that is no collective.
+        tail: by place, the least milliseconds from the node's begin to the end of the step: the
+            longest path, with all kernels between its collectives.
+        kernels_ms: milliseconds of all nodes but collectives.
     """
 
     def __init__(self, model: NodeTable) -> None:
@@ -51,7 +50,7 @@ class Paths:
 
     @cached_property
     def rest(self) -> dict[str | None, Rest]:
-        """By stream, what makes a step long that has come to none of its nodes yet."""
+        """The critical tail of each stream."""
         found = {}
         for stream, work in self._work().items():
             most, total = Rest(0.0, 0.0), 0.0
@@ -64,8 +63,11 @@ class Paths:
 
     @cached_property
     def bound_ms(self) -> float:
-        """No order takes less: a longest path; or what a stream has to do, each node behind the
-        longest path to it and ahead of the longest one from it."""
+        """The least milliseconds of any order.
+
+        It is the longest path, or the time of a stream whose nodes each come after the longest path
+        to them and before the longest one from them.
+        """
         model, tail = self._model, self.tail
         head = _longest(model, back=True)
         least = max((a + b - ms for a, b, ms in zip(head, tail, model.ms, strict=True)), default=0)
@@ -75,7 +77,7 @@ class Paths:
         return least
 
     def _work(self) -> dict[str | None, list[tuple[int, float]]]:
-        """By stream, its nodes, and what they take."""
+        """List the nodes of each stream, with their milliseconds."""
         found: dict[str | None, list[tuple[int, float]]] = {None: []}
         for i, (group, ms) in enumerate(zip(self._model.group, self._model.ms, strict=True)):
             for stream in self._model.streams_of(group):
@@ -84,10 +86,10 @@ class Paths:
 
 
 class Remaining:
-    """What is left of a model whose nodes begin one after the other.
+    """The open nodes of a model whose nodes begin one after the other.
 
     Attributes:
-        kernels_ms: milliseconds of all that is no collective.
+        kernels_ms: milliseconds of the open kernels.
     """
 
     def __init__(self, model: NodeTable, paths: Paths) -> None:
@@ -96,7 +98,7 @@ class Remaining:
         self.kernels_ms = paths.kernels_ms
 
     def begin(self, i: int, stream: str | None) -> None:
-        """Node ``i`` is no longer to come on that stream."""
+        """Take node ``i`` off the open nodes of a stream."""
         ms = self._model.ms[i]
         if stream is None:
             self.kernels_ms -= ms
@@ -104,7 +106,7 @@ class Remaining:
             self._ms[stream] -= ms
 
     def least_end(self, stream: str | None, free_ms: float) -> float:
-        """When all ends at the earliest for what is left of a stream that is free from then on."""
+        """Return the earliest end of the step if ``stream`` is free from ``free_ms`` on."""
         left, least = self._ms[stream], free_ms
         if left > _ROUNDED_MS:
             least += left + self._rest[stream].after_ms
@@ -112,38 +114,39 @@ class Remaining:
 
 
 def _one_after_the_other(work: list[tuple[float, float, float]]) -> float:
-    """When all ends at the earliest that a stream has to do, by Jackson's preemptive rule: of what
-    can begin, the one with the most behind it goes first, and is interrupted for one with more.
+    """Compute the earliest end of a stream's nodes by Jackson's preemptive rule.
+
+    Of the nodes that can begin, the one with the longest tail runs, until one with a longer tail
+    can begin.
 
     Args:
-        work: when each node can begin, how long it takes, and what comes behind it, in
-            milliseconds.
+        work: each node's earliest begin, duration and tail, in milliseconds.
     """
     coming = sorted(work, reverse=True)
-    waiting: list[tuple[float, float]] = []  # the most behind it first, with what is left of it
+    waiting: list[tuple[float, float]] = []  # negative tails, with the milliseconds left
     now = end = 0.0
     while coming or waiting:
         if not waiting:
             now = max(now, coming[-1][0])
         while coming and coming[-1][0] <= now:
-            _, ms, behind = coming.pop()
-            heapq.heappush(waiting, (-behind, ms))
-        behind, left = heapq.heappop(waiting)
+            _, ms, tail = coming.pop()
+            heapq.heappush(waiting, (-tail, ms))
+        minus_tail, left = heapq.heappop(waiting)
         until = coming[-1][0] if coming else math.inf
         if now + left > until:
-            heapq.heappush(waiting, (behind, left - (until - now)))
+            heapq.heappush(waiting, (minus_tail, left - (until - now)))
             now = until
         else:
             now += left
-            end = max(end, now - behind)
+            end = max(end, now - minus_tail)
     return end
 
 
 def _longest(model: NodeTable, back: bool) -> list[float]:
-    """By place, milliseconds of the longest path that begins with the node, or ends with it.
+    """Compute, by place, the longest path from the node, or to it (``back``), in milliseconds.
 
-    A path has one node after the other. Between two of its collectives there is more: whatever
-    needs the first one's result and is needed by the second runs on the one compute stream::
+    The time between two collectives of a path is that of all kernels between them, because these
+    share the compute stream::
 
         all_to_all -> wait -> mm1 -> mul -> all_to_all      path: mm1, mul
                            `-> mm2 -----^                   between them: mm1, mm2, mul
@@ -160,7 +163,7 @@ def _longest(model: NodeTable, back: bool) -> list[float]:
             if group[first] is None or model.needs_end(first, second):
                 waiting_ms, near[i] = path[j], near[j] if group[j] is None else j
             elif path[j] > longest and group[second] is not None:
-                longest = path[j]  # one stream takes one after the other, too
+                longest = path[j]  # one stream runs them one after the other
         if group[i] is not None and near[i] >= 0 and abs(i - near[i]) <= _NEAR:
             between = _between(model, *sorted((i, near[i])))
             computed = sum(model.ms[j] for j in sorted(between) if group[j] is None)
@@ -170,20 +173,20 @@ def _longest(model: NodeTable, back: bool) -> list[float]:
 
 
 def _between(model: NodeTable, start: int, end: int) -> set[int]:
-    """What waits for the end of ``start``, and what ``end`` waits for."""
+    """Collect the nodes that wait for the end of ``start`` and that ``end`` waits for."""
     needs, needed_by, group = model.dependencies.needs, model.dependencies.needed_by, model.group
-    behind, stack = set[int](), [start]
+    after, stack = set[int](), [start]
     while stack:
         node = stack.pop()
         for j in needed_by[node]:
-            if j < end and j not in behind and (group[node] is None or model.needs_end(node, j)):
-                behind.add(j)
+            if j < end and j not in after and (group[node] is None or model.needs_end(node, j)):
+                after.add(j)
                 stack.append(j)
     found, stack = set[int](), [end]
     while stack:
         node = stack.pop()
         for j in needs[node]:
-            if j in behind and j not in found and (group[j] is None or model.needs_end(j, node)):
+            if j in after and j not in found and (group[j] is None or model.needs_end(j, node)):
                 found.add(j)
                 stack.append(j)
     return found

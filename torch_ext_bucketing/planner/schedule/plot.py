@@ -1,5 +1,7 @@
-"""Timelines as a picture: before and after, their memory below, and at the bottom what spare memory
-buys. Needs matplotlib."""
+"""Timelines as a picture: before, after, their live bytes, and the curve of keeping.
+
+This module needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ _COLORS = ("#55a868", "#dd8452", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")  # 
 
 
 def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> None:
-    """Draw one column per graph: its timeline before, after, and the live bytes of both.
+    """Draw one column per graph: its timeline before and after, and the live bytes of both.
 
     Args:
         drawn: for each stage one order named ``"before"`` and one named ``"after"``.
-        path: of the picture; its suffix says the format.
-        keep: what was chosen to stay gathered; its curve is drawn below.
+        path: the picture; its suffix is the format.
+        keep: the choice of what stays gathered; its curve is drawn below.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -78,7 +80,7 @@ def _unit(most: int) -> tuple[str, int]:
 
 
 def _draw_curve(axis: Any, keep: KeepReport) -> None:
-    """Step and peak of forward and backward over the bound."""
+    """Draw the step and the peak of forward and backward over the bound."""
     unit, size = _unit(keep.bound_bytes)
     points = sorted(keep.curve)
     bounds = [bound / size for bound, *_ in points]

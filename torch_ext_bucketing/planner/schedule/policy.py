@@ -1,15 +1,14 @@
-"""Scheduling policies: a new one is one class, in this package or in yours.
+"""Scheduling policies. A new one is one class, in this package or in yours.
 
-The scheduler (:mod:`.scheduler`) knows no policy by name. It asks each one, in this
-order:
+The scheduler (:mod:`.scheduler`) calls the methods of each policy in this order:
 
-- :meth:`.Policy.candidates`: which orders to try, as :class:`.Options` of the list scheduler;
-- :meth:`.Policy.ask`: what bound each of them has to keep on the way;
-- :meth:`.Policy.misses`: by how much an order that came out misses the bound;
-- :meth:`.Policy.report` and :meth:`.Policy.notes`: what to tell about the order that was taken.
+- :meth:`.Policy.candidates`: orders to try, as :class:`.Options` of the list scheduler;
+- :meth:`.Policy.ask`: the bound to keep while an order is made;
+- :meth:`.Policy.misses`: how far an order misses the bound;
+- :meth:`.Policy.report` and :meth:`.Policy.notes`: texts about the order that was chosen.
 
-Taken is the order that misses the bounds of all policies together least, the fastest among equals.
-A policy that bounds the number of collectives under way, as an example::
+It chooses the order that misses all bounds together least, and the fastest of equals. This policy,
+for example, bounds the number of collectives in flight::
 
     @dataclass(frozen=True)
     class InFlight(Policy):
@@ -44,11 +43,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One graph that is to be ordered.
+    """One graph to order.
 
     Args:
-        model: the graph's, with times, dependencies and bytes.
-        given: the timeline of the order that the graph came with.
+        model: the graph's times, dependencies and bytes.
+        given: the timeline of the graph's own order.
         reference_bytes: the peak that ratios refer to; see :func:`.schedule`.
     """
 
@@ -58,7 +57,7 @@ class Case:
     _facts: dict[Callable[[Model], Any], Any] = field(default_factory=dict, repr=False)
 
     def fact(self, of: Callable[[Model], T]) -> T:
-        """``of(model)``, computed once."""
+        """Compute ``of(model)`` once."""
         if of not in self._facts:
             self._facts[of] = of(self.model)
         found: T = self._facts[of]
@@ -68,10 +67,10 @@ class Case:
 class Policy:
     """A bound or a preference for orders: the base class of policies for :func:`.schedule`.
 
-    Subclasses are frozen dataclasses whose fields are plain values: the fields, and the source of
-    the modules that define the class, are its part of the cache keys. A policy whose fields are
-    something else has a method ``uuid() -> str`` instead. All methods only read what they are
-    given, and answer the same in every process and on every rank.
+    Subclasses are frozen dataclasses whose fields are plain values. Cache keys contain the fields
+    and the source of the modules that define the class. A policy with other fields has a method
+    ``uuid() -> str`` instead. Methods must not change their arguments, and must return the same in
+    every process and on every rank.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -79,49 +78,49 @@ class Policy:
         note_sources(cls)
 
     def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
-        """Orders to try for the sake of speed: a name for the report, and how to make it. Where no
-        policy names any, the graph's order is changed only if it misses a bound.
+        """Yield orders to try for speed, each as a name for the report and its options.
+
+        Without any, the graph's order changes only if it misses a bound.
 
         Args:
             case: the graph.
-            quick: few of them, for a choice of units that schedules many graphs.
+            quick: yield few, for searches that schedule many graphs.
         """
         return ()
 
     def ask(self, case: Case, options: Options) -> Options:
-        """``options`` with this policy's bound added. Called once for each order that is tried,
-        policy after policy; a policy tightens what the ones before asked for and loosens nothing.
-        """
+        """Return ``options`` with this policy's bound added, and no other bound loosened."""
         return options
 
     def misses(self, case: Case, timeline: Timeline) -> float:
-        """By how much an order misses the bound, as a part of the bound; 0: it is kept."""
+        """Return how far an order misses the bound, relative to the bound; 0 if it is kept."""
         return 0.0
 
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
-        """Figures of the order that was taken, and a warning where it misses the bound."""
+        """Report figures of the order that was chosen, and a warning if it misses the bound."""
         return PolicyReport(repr(self))
 
     def notes(self, case: Case) -> Iterable[str]:
-        """Texts about what was asked for and does not apply to this graph."""
+        """Yield a text for each option that does not apply to this graph."""
         return ()
 
     def spare_bytes(self, case: Case) -> int:
-        """Bytes above the reference that it makes good use of; for graphs whose memory no policy
-        bounds."""
+        """Return the bytes above the reference to allow where no policy bounds memory."""
         return 0
 
     def max_bucket_run(self) -> int | None:
-        """The bound ``max_compute_run`` of :class:`.ByCap` that helps to keep this one where
-        :class:`.BySearch` plans; None: none does. Of several the smallest holds."""
+        """Return the ``max_compute_run`` of :class:`.ByCap` that helps to keep this bound.
+
+        :class:`.BySearch` takes the smallest of all policies. None: buckets don't matter.
+        """
         return None
 
 
 def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
-    """One policy or several as a tuple.
+    """Return one policy or several as a tuple.
 
     Raises:
-        TypeError: something is no policy.
+        TypeError: an object is not a policy.
         ValueError: two policies of one class.
     """
     given = tuple(policy) if isinstance(policy, Iterable) else (policy,)
@@ -129,7 +128,7 @@ def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
     for p in given:
         if not isinstance(p, Policy):
             raise TypeError(
-                f"{p!r} is no policy: give Overlap, MaxComputeRun, PeakMemory or other Policy "
+                f"{p!r} is not a policy: give Overlap, MaxComputeRun, PeakMemory or other Policy "
                 "objects"
             )
         if type(p) in found:

@@ -1,13 +1,12 @@
-"""Reorder a graph under policies (:mod:`.policy`), and report what was reached.
+"""Reorder a graph under policies (:mod:`.policy`), and report the result.
 
     report = schedule(gm, [Overlap(), MaxComputeRun(8), PeakMemory(ratio=1.02)])
 
-Several orders are made, each in one pass (:mod:`.list_schedule`), and looked at on the cost model
-(:mod:`.timeline`). One that is faster than all that keep the bounds, and misses them, is made again
-with a tighter limit on memory until it keeps them. Taken is the fastest that keeps the bounds;
-where none does, the one that misses them least, with a warning. The order that the graph came with
-is always among them, so nothing gets worse by the model. Whatever goes wrong inside leaves the
-graph as it was, with a warning.
+Each candidate order is made in one pass (:mod:`.list_schedule`) and timed on the cost model
+(:mod:`.timeline`). The fastest order that keeps the bounds is chosen, else the one that misses them
+least, with a warning. An order that is faster, but misses the bounds, is made again with a tighter
+limit on memory. The graph's own order is always a candidate, so the estimate never gets worse. An
+exception leaves the graph unchanged, with a warning.
 """
 
 from __future__ import annotations
@@ -45,24 +44,22 @@ _FOR_MEMORY = tuple(
     )
     for window in (0, 8)
 )
-"""Gathers at their use, reductions at once: the least memory, and the shortest runs."""
+"""Orders with the least memory and the shortest runs: gathers at their use, reductions at once."""
 _DEFAULT_RATIO = 1.02
-"""Of the reference's peak, where no policy bounds memory: reordering alone must not cost memory
-worth speaking of. More is taken only for what ``Overlap.depth`` wants under way."""
-
-
+"""The bound where no policy bounds memory, relative to the reference's peak. Gathers in flight by
+``Overlap.depth`` may take more."""
 _GIVEN = "as given"
-"""The name of the order that a graph came with."""
+"""The name of the graph's own order."""
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
-"""How often an order that misses its bound is made again."""
+"""The number of attempts to tighten an order that misses its bound."""
 _DEAR = 0.05
-"""A bound that makes the step longer by more than so much of it is worth a note."""
+"""The least cost of a bound, relative to the step, that is worth a note."""
 _WORTH = 0.998
-"""A step must be shorter than so much of the best one for that."""
+"""A step is worth another attempt if it is shorter than this part of the best one."""
 _UPPER_GUESS = (
-    "what sums in rank order take is an upper guess: the machine has neither levels nor a table of "
-    "all-to-alls, and torch counts one as about 4 reduce-scatters (measure gives a table)"
+    "the time of sums in rank order is an upper guess: the machine has neither levels nor a table "
+    "of all-to-alls, and torch counts one as about 4 reduce-scatters (measure gives a table)"
 )
 
 
@@ -82,24 +79,24 @@ def schedule(
     Args:
         gm: a forward, backward, joint or inference graph with fake tensors in ``meta["val"]``.
         policy: one policy or several, at most one of each class.
-        machine: what the cost model times nodes for.
+        machine: the machine to time nodes for.
         reference_bytes: the peak that ``PeakMemory(ratio=...)`` refers to, such as the unbucketed
             graph's (see :func:`peak_bytes`); None: the peak of ``gm`` as it is.
         donated: see :class:`.GraphAnalysis`.
-        size_hints: as of :func:`.backend`.
-        external_live_bytes: what is in memory all the time beside the graph's own inputs, such as
-            the parameters that a backward graph does not read. It counts in every peak.
-        like: :attr:`.Scheduled.sort` of a model of the same graph, found by :class:`.BySearch`:
-            where an order of this sort keeps the bounds, no others are made.
+        size_hints: see :func:`.backend`.
+        external_live_bytes: bytes that are live all the time besides the graph's own inputs, such
+            as parameters that a backward graph does not read. They count in every peak.
+        like: :attr:`.Scheduled.sort` of a model of the same graph, found by :class:`.BySearch`. If
+            an order of this sort keeps the bounds, no others are tried.
 
     Returns:
-        What was reached. A bound that is missed is also a ``BoundNotKeptWarning``.
+        The report. A bound that is missed is also a ``BoundNotKeptWarning``.
 
     Raises:
-        TypeError: something in ``policy`` is no policy, or ``machine`` is none;
-            ``size_hints`` is no whole number and no callable.
-        ValueError: two policies of one class, ``reference_bytes`` or ``external_live_bytes`` is no
-            number of bytes, or ``size_hints`` is negative.
+        TypeError: an object in ``policy`` is not a policy, ``machine`` is not a machine, or
+            ``size_hints`` is neither a whole number nor a callable.
+        ValueError: two policies are of one class, or ``reference_bytes``, ``external_live_bytes``
+            or ``size_hints`` is not a number of at least 0.
     """
     policies = policies_of(policy)
     check_machine(machine)
@@ -144,7 +141,7 @@ def schedule(
 
 @dataclass
 class _Try:
-    """An order that was made, and by how much it misses each policy's bound."""
+    """An order, and how far it misses the bounds of all policies."""
 
     name: str
     timeline: Timeline
@@ -154,11 +151,11 @@ class _Try:
 
 
 class Scheduled(NamedTuple):
-    """The order of a model that was taken.
+    """The order that was chosen for a model.
 
     Args:
         order: the places of its nodes.
-        sort: :attr:`.Options.sort` of the candidate that led to it; None: the order as given.
+        sort: :attr:`.Options.sort` of its candidate; None: the graph's own order.
     """
 
     report: ScheduleReport
@@ -167,8 +164,8 @@ class Scheduled(NamedTuple):
 
 
 def rank(misses: float, step_ms: float, *then: float) -> tuple[float, ...]:
-    """How good a schedule is, the smallest the best: the one rule for ties. Misses and times are
-    sums, whose last digits depend on the order of what is added."""
+    """Rank a schedule, the best one lowest. This is the only rule for ties."""
+    # Misses and times are sums, and their last digits depend on the order of the terms.
     return round(misses, 9), round(step_ms, 9), *then
 
 
@@ -186,18 +183,17 @@ def schedule_model(
     like: Options | None = None,
     others: bool = True,
 ) -> Scheduled:
-    """Find the order of a model; no graph is touched.
+    """Find an order of a model, without any change to a graph.
 
     Args:
-        model: is only read.
-        policy: as of :func:`schedule`.
-        reference_bytes: as of :func:`schedule`.
-        quick: few orders are tried.
-        at_most_ms: orders that take longer are given up.
-        final: of equal steps the one with the lowest peak is looked for, and what the bounds cost,
-            unless ``quick``.
-        like: orders of this sort are made first.
-        others: whether others are made, too.
+        model: the nodes to order.
+        policy: see :func:`schedule`.
+        reference_bytes: see :func:`schedule`.
+        quick: try few orders.
+        at_most_ms: give up orders that take longer, in milliseconds.
+        final: prefer the lowest peak of equal steps, and unless ``quick`` compute the bounds' cost.
+        like: try orders of this sort first.
+        others: whether to try others, too.
     """
     policies = policies_of(policy)
     clock = time.perf_counter()
@@ -210,7 +206,7 @@ def schedule_model(
             options = options if p is but else p.ask(case, options)
         return options
 
-    # Memory that nobody asked to bound is weighed, too, but no bound is missed by it.
+    # Without a policy for memory an order must not take much more than the graph's.
     unbounded = ask(Options()).limit_bytes is None
     spare = max((p.spare_bytes(case) for p in policies), default=0)
     limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
@@ -226,13 +222,13 @@ def schedule_model(
     bound = model.paths.bound_ms
 
     def tried(name: str, options: Options, free: Options) -> _Try | None:
-        """The order that a pass makes, unless it is known to be no better than what was tried."""
+        """Make an order, unless it can't be better than the best one so far."""
         least = min(tries, key=_rank)
         at_most = at_most_ms
         if wanted and not least.misses:
             if least.timeline.step_ms <= bound * ROUNDING:
                 return None
-            # Of equal steps the one with the lower peak is taken in the end.
+            # The final choice prefers the lower peak of equal steps, so these are made, too.
             at_most = min(at_most, (1.0 if final else _WORTH) * least.timeline.step_ms)
         if at_most * ROUNDING < bound:
             return None
@@ -247,7 +243,7 @@ def schedule_model(
         return replace(judged(name, timeline), options=options, free=free)
 
     tries = [judged(_GIVEN, given)]
-    # The widest first: what it has no use for needs no pass of its own.
+    # The widest window first: narrower ones that give the same order need no pass.
     sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
     alike = [c for c in sorts if c[1].sort == like]
     for name, free in [*alike, *(c for c in sorts if (others or not alike) and c not in alike)]:
@@ -260,10 +256,10 @@ def schedule_model(
     if wanted:
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=_rank)
-        if best.free is not None and not best.misses:  # which may keep the bounds all the same
+        if best.free is not None and not best.misses:  # it may keep the bounds without them, too
             found = tried(f"{best.name}, no bounds", best.free, best.free)
             best = best if found is None else min(best, found, key=_rank)
-    else:  # nobody asked for speed: an order is changed only where it misses a bound
+    else:  # no policy is for speed: the order changes only if it misses a bound
         best = min(tries, key=lambda t: t.misses)
     reached = best.timeline
     cost, dear = 0.0, list[str]()
@@ -302,13 +298,10 @@ def schedule_model(
 def _tightened(
     tries: Sequence[_Try], tried: Callable[[str, Options, Options], _Try | None], times: int
 ) -> list[_Try]:
-    """The fastest of the orders that miss a bound, made again with tighter limits on memory.
-
-    The limit keeps prefetching and overtaking in check, and has collectives waited for earlier, but
-    what follows may still go above it. So it is lowered by as much as the peak is above the bound,
-    by twice as much, and so on, until the bound holds; by four times as much where the one before
-    made no difference.
-    """
+    """Make the fastest order that misses a bound again, with tighter limits on memory."""
+    # A limit bounds prefetching and overtaking, but later nodes may exceed it. So it is lowered by
+    # the peak's excess, by twice as much, and so on, until the bound holds. An attempt without
+    # effect doubles the next one once more.
     kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
     missing = [t for t in tries if t.misses and t.options is not None]
     fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
@@ -318,7 +311,7 @@ def _tightened(
     assert fast.free is not None
     bound, found = fast.options.limit_bytes, list[_Try]()
     if bound is None or fast.timeline.peak_bytes <= bound:
-        return []  # it is no bound on memory that is missed
+        return []  # the order misses another bound
     peak = fast.timeline.peak_bytes
     lower = peak - bound
     for _ in range(times):
@@ -340,13 +333,13 @@ def _tightened(
 def _made_with(
     model: Model, options: Options, passes: Sequence[tuple[ListScheduler, Timeline | None]]
 ) -> Timeline:
-    """The timeline of the order that options lead to, where ``passes`` may have made it already."""
+    """Return the timeline of the order that ``options`` give, from ``passes`` if it is there."""
     found = next((timeline for made, timeline in passes if made.as_with(options)), None)
     return found or Timeline.of(model, list_schedule(model, options))
 
 
 def _price(policy: Policy, reached: Timeline, free: Timeline) -> str:
-    """What a bound costs, in words."""
+    """Describe the cost of a bound."""
     peaks = sizes_text(reached.peak_bytes, free.peak_bytes)
     return (
         f"{policy!r} costs {reached.step_ms - free.step_ms:.1f} of {reached.step_ms:.1f} ms: in an "
@@ -356,7 +349,7 @@ def _price(policy: Policy, reached: Timeline, free: Timeline) -> str:
 
 
 def _rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | None:
-    """See :class:`.ScheduleReport`."""
+    """Compute :attr:`.ScheduleReport.rank_order_ms`."""
     nodes = model.dependencies.nodes
     if not any(n.target is SUM for n in nodes):
         return None
@@ -370,5 +363,5 @@ def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) ->
         last = next(iter(reversed(graph.nodes)))
         if last.op == "output":
             last.prepend(node)
-        else:  # a graph in the making
+        else:  # the graph has no output yet
             last.append(node)

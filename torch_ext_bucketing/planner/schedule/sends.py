@@ -1,7 +1,7 @@
-"""What kernels are on the way to, and which of two goes first for that.
+"""The next collective after each kernel, and which of two kernels runs first for it.
 
-A path alone does not say it: of two chunks of tokens, whose paths are equally long, each would get
-a few kernels in turn, and the stream that both send on would stand idle until both are there::
+Longest paths don't decide this. Two chunks of tokens have equally long paths, so their kernels
+would alternate, and the stream of both chunks' collectives would be idle until both are ready::
 
     compute    | a | b | a | b |              | a     | b     |
     group                   [ of a ][ of b ]          [ of a ][ of b ]
@@ -16,15 +16,14 @@ from .nodes import NodeTable
 
 
 class Send(NamedTuple):
-    """The next collective on a node's longest path that takes no less than what is ahead of it.
-    What takes less can hide under that, and counts as a part of it.
+    """The next collective on a node's longest path that its own kernels can't hide.
 
     Args:
-        compute_ms: what is ahead of it, with the node; of the node alone where no collective
-            follows.
-        group: its process group; None where none follows.
-        ms: that it takes; 0 where none follows.
-        tail: milliseconds from then to the end at least.
+        compute_ms: milliseconds of the node and of the path up to the collective, collectives
+            that kernels hide included; of the node alone without a collective.
+        group: the collective's process group; None without one.
+        ms: its milliseconds; 0 without one.
+        tail: least milliseconds from its begin to the end of the step.
     """
 
     compute_ms: float
@@ -34,7 +33,7 @@ class Send(NamedTuple):
 
 
 def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
-    """For each node by place; ``tail`` is as of :class:`.Paths`."""
+    """Find the next collective of each node, by place; see :class:`.Paths` for ``tail``."""
     size, ms = len(model), model.ms
     ahead, start = [0.0] * size, [-1] * size
     for i in reversed(range(size)):
@@ -44,7 +43,7 @@ def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
             start[i] = after
         elif after >= 0:
             ahead[i], start[i] = ahead[after], start[after]
-        if model.group[i] is not None:  # what is behind it
+        if model.group[i] is not None:  # its path begins after it
             continue
         ahead[i] += ms[i]
         while (at := start[i]) >= 0 and ms[at] < ahead[i]:
@@ -59,17 +58,21 @@ def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
 
 
 def sooner_ms(first: Send, second: Send, busy_first: float, busy_second: float) -> float:
-    """By how many milliseconds all that follows two kernels is done sooner with the first one ahead
-    than with the second one, each run through to what it is on the way to. Collectives of one group
-    go one after the other.
+    """Compute how much sooner the step ends with the first kernel's path ahead of the second's.
+
+    Both paths run through to their next collectives. Collectives of one group run one after the
+    other.
 
     Args:
-        first: what the first kernel is on the way to.
-        second: what the second one is.
-        busy_first: how long the stream of the first one's group is still busy; 0 without a group.
-        busy_second: that of the second one's.
+        first: the next collective of the first kernel.
+        second: that of the second kernel.
+        busy_first: milliseconds until the first collective's stream is free; 0 without a group.
+        busy_second: the same for the second one's.
+
+    Returns:
+        Milliseconds, negative where the second path had better go ahead.
     """
-    # A schedule asks this for each two of the kernels that could be next: without calls.
+    # This runs for each pair of ready kernels, so it calls nothing, not even max().
     compute, group, ms, tail = first
     other_compute, other_group, other_ms, other_tail = second
     both = compute + other_compute
@@ -78,7 +81,7 @@ def sooner_ms(first: Send, second: Send, busy_first: float, busy_second: float) 
     free, other_free = busy_second, busy_first
     if group == other_group:
         free, other_free = begin + ms, other_begin + other_ms
-    ahead, behind = begin + tail, (both if both > free else free) + other_tail
-    end = ahead if ahead > behind else behind
-    ahead, behind = other_begin + other_tail, (both if both > other_free else other_free) + tail
-    return (ahead if ahead > behind else behind) - end
+    ahead, after = begin + tail, (both if both > free else free) + other_tail
+    end = ahead if ahead > after else after
+    ahead, after = other_begin + other_tail, (both if both > other_free else other_free) + tail
+    return (ahead if ahead > after else after) - end

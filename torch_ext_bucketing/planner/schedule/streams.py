@@ -1,7 +1,7 @@
-"""When collectives run: one after the other on each process group, side by side between groups.
+"""Streams of collectives: one after the other in each process group, groups in parallel.
 
-Groups on one level of a network share it: each of n that are busy moves at one n-th of the rate, as
-long as the others are busy, too. Where the levels are not known, groups don't disturb each other::
+Groups on one level of a network share it: each of n busy groups gets one n-th of the bandwidth.
+Groups on unknown levels don't slow each other down::
 
     group a   [ gather, alone 4 ms  ]            begins at 0
     group b        [ reduce, 2 ms ]              begins at 1: both at half the rate until 5
@@ -18,12 +18,16 @@ _DONE_MS = 1e-12
 
 
 class Streams:
-    """The streams of all groups of a model; time only goes forward.
+    """The streams of all groups of a model. Launches come in the order of time.
 
     Args:
-        group: of each node, by place, the process group of a collective.
-        ms: time of each node, alone.
+        group: the process group of each collective, by place.
+        ms: milliseconds of each node alone on its level.
         shared: the network level of each group that shares one.
+
+    Attributes:
+        begin: milliseconds at the begin of each node, by place.
+        end: milliseconds at its end.
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class Streams:
         self._level = {g: levels[level] for g, level in shared.items()}
 
     def launch(self, i: int, now: float) -> None:
-        """Launch collective ``i``. What it takes from others of its level is in their ``end``."""
+        """Launch collective ``i``, and delay the ``end`` of others on its level."""
         group = self._group[i]
         assert group is not None
         level = self._level.get(group)
@@ -47,7 +51,7 @@ class Streams:
         self.end[i] = self._free[group] = self.begin[i] + self._ms[i]
 
     def would_end(self, i: int, now: float) -> float:
-        """When collective ``i`` would be done if it were launched now, and nothing after it."""
+        """Return the end of collective ``i`` if it launched at ``now`` and no other one after."""
         group = self._group[i]
         assert group is not None
         level = self._level.get(group)
@@ -56,16 +60,16 @@ class Streams:
         return max(now, self._free.get(group, 0.0)) + self._ms[i]
 
     def last_end(self) -> float:
-        """When all that was launched is done."""
+        """Return the end of the last collective."""
         return max(self.end, default=0.0) if self._level else max(self._free.values(), default=0.0)
 
 
 class _Level:
-    """The groups of one network level. ``begin`` and ``end`` are kept as if nothing more came."""
+    """The groups of one network level. ``begin`` and ``end`` assume that no more launches come."""
 
     def __init__(self, begin: list[float], end: list[float]) -> None:
         self._begin, self._end = begin, end
-        self._queues: dict[str, deque[list[float]]] = {}  # of each group: place, ms still to go
+        self._queues: dict[str, deque[list[float]]] = {}  # by group: place, milliseconds left
         self._clock = 0.0
 
     def launch(self, i: int, group: str, now: float, ms: float) -> None:
@@ -81,12 +85,12 @@ class _Level:
         self._clock = self._run(self._queues, self._clock, now)
         queue = self._queues.get(group)
         begin = self._end[int(queue[-1][0])] if queue else now
-        # Another group takes as much time as this one needs, or as long as it is busy.
+        # Each other group takes as much time as this collective, or as long as it is busy.
         others = (sum(left for _, left in q) for g, q in self._queues.items() if g != group)
         return begin + ms + sum(min(ms, left) for left in others)
 
     def _run(self, queues: Mapping[str, deque[list[float]]], clock: float, until: float) -> float:
-        """Let ``queues`` move on; returns the time that is reached, ``until`` if it is finite."""
+        """Advance ``queues``, and return the time reached: ``until`` if that is finite."""
         while clock < until:
             busy = [q for q in queues.values() if q]
             if not busy:

@@ -1,8 +1,8 @@
-"""The times of an order, on one compute stream and one stream per process group.
+"""Timelines of an order on one compute stream and one stream per process group.
 
-The CPU is taken to run ahead, so kernels start when their stream and their inputs are ready. A
-collective starts when its group's stream is free and the compute stream has come to it
-(:mod:`.streams`); a wait holds the compute stream until its collective is done::
+The CPU runs ahead, so kernels begin when their stream and their inputs are ready. A collective
+begins when its group's stream is free and the compute stream has reached it (:mod:`.streams`). A
+wait holds the compute stream until its collective ends::
 
     compute    mm   cat   mm  mm  |exposed| wait  mm
     group 0              [ reduce_scatter ]
@@ -23,15 +23,15 @@ class Timeline:
 
     Args:
         order: places of the nodes.
-        begin: when each node begins, in milliseconds, by place.
-        end: when it ends.
-        step_ms: when the last stream is done.
-        compute_ms: time that the compute stream is busy.
-        exposed_ms: time that it waits for communication, before and after its last kernel.
+        begin: milliseconds at the begin of each node, by place.
+        end: milliseconds at its end.
+        step_ms: the end of the last stream.
+        compute_ms: milliseconds that the compute stream is busy.
+        exposed_ms: milliseconds that it waits for communication, also after its last kernel.
         live: bytes live while each node of ``order`` runs.
         peak_bytes: the most of them.
-        longest_run: most compute nodes between two reduce-scatter starts; before the first counts,
-            after the last does not. 0 without reduce-scatters.
+        longest_run: most compute nodes before a reduce-scatter start and after the one before it;
+            0 without reduce-scatters.
     """
 
     order: tuple[int, ...]
@@ -46,7 +46,7 @@ class Timeline:
 
     @staticmethod
     def of(model: Model, order: Sequence[int] | None = None) -> Timeline:
-        """The timeline of ``order``; of the graph's own when None."""
+        """Compute the timeline of ``order``, by default the graph's."""
         order = range(len(model)) if order is None else order
         streams, step, busy = _run(model, order)
         live = model.liveness.profile(order)
@@ -64,12 +64,12 @@ class Timeline:
 
 
 def step_ms(model: Model, order: Sequence[int]) -> float:
-    """:attr:`Timeline.step_ms` alone; also of some of the nodes."""
+    """Compute :attr:`Timeline.step_ms` alone, of all nodes or some."""
     return _run(model, order)[1]
 
 
 def _run(model: Model, order: Sequence[int]) -> tuple[Streams, float, float]:
-    """The streams, when the last one is done, and time that the compute stream is busy."""
+    """Run ``order``: return the streams, the end of the last one, and the compute stream's load."""
     streams = Streams(model.group, model.ms, model.shared)
     begin, end = streams.begin, streams.end
     now = busy = 0.0

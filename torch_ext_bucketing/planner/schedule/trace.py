@@ -19,7 +19,7 @@ from .timeline import Timeline
 
 @dataclass(frozen=True)
 class Drawn:
-    """One order of one graph: that of ``stage``, ``"before"`` or ``"after"`` the passes."""
+    """One order of the graph of ``stage``; ``version`` is ``"before"`` or ``"after"`` passes."""
 
     stage: str
     version: str
@@ -28,7 +28,7 @@ class Drawn:
 
 
 def label(start: fx.Node, hints: SizeHints | None = None) -> str:
-    """A collective in a few words: kind, modules served, size."""
+    """Describe a collective by kind, modules and size."""
     hints = hints or SizeHints()
     tags = [t for t in (*member_tags(start), tag_of(start)) if t is not None]
     fqns = list(dict.fromkeys(f for t in tags for f in t.fqns))
@@ -42,9 +42,10 @@ def label(start: fx.Node, hints: SizeHints | None = None) -> str:
 
 
 def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
-    """Chrome trace events: per order a process with one row for computation, one for each process
-    group, and a counter of live bytes. The graphs of one version follow each other in time, in the
-    order in which they are given."""
+    """Yield Chrome trace events: one process per version, its graphs one after the other.
+
+    Each process has a row for computation, one for each process group, and a counter of live bytes.
+    """
     versions = list(dict.fromkeys(d.version for d in drawn))
     for pid, version in enumerate(versions, 1):
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": version}}
@@ -82,7 +83,7 @@ def _events(d: Drawn, pid: int, groups: list[str], offset: float) -> Iterator[di
 
 
 def write_trace(drawn: Sequence[Drawn], path: Path) -> None:
-    """Write timelines to a file.
+    """Write timelines as a Chrome trace.
 
     Raises:
         OSError: the file can't be written.

@@ -53,6 +53,7 @@ from ..schedule.options import Options
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import Scheduled, rank, schedule_model
 from .merged_model import merged_model
+from .moves import moves
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)
 """Caps to try, in MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
@@ -285,11 +286,11 @@ class _Search:
         left = _MOVED_NODES // len(self._analysis.nodes)
         at = fruitless = 0  # moves since the last one that helped
         while left > 0:
-            moves = self._planner.moves(self.chosen.plan)
-            if fruitless >= len(moves):
+            changed = moves(self._planner.runs(), self.chosen.plan)
+            if fruitless >= len(changed):
                 break
             best = self.best()
-            for caps in moves[at % len(moves)]:
+            for caps in changed[at % len(changed)]:
                 left -= 1
                 self._try({**self._best_caps(), **caps}, None, like)
                 if self.best() != best:

@@ -1,2 +1,4 @@
-"""A real training run, three ways, compared bit for bit: ``python -m torch_ext_bucketing demo``.
-Torch is imported by ``train`` alone, which is what each rank does."""
+"""Train one model in three ways and compare weights: ``python -m torch_ext_bucketing demo``.
+
+Only ``train``, which ranks run, imports torch.
+"""

@@ -1,4 +1,4 @@
-"""From what the ranks report to what the demo says and writes. No torch in here."""
+"""Combine the ranks' reports into the demo's result, without importing torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from ..payloads import Payload, layout_differences, whole_digest
 from .settings import Settings
 
-WARMUP_STEPS = 3
-"""Steps left out of the step time: compilation, lazy initialization, first touches of memory."""
+WARMUP_STEPS = 3  # not timed: compilation, lazy initialization, first touches of memory
 
 
 @dataclass
 class RunRecord:
-    """One run on one rank: per step the sha256 of this rank's shards, its loss and its wall time in
-    milliseconds; the number of collectives per step before and after bucketing (eager: as issued);
-    and every collective's layout."""
+    """One run on one rank: per step SHA-256 of the shards, loss, and wall time in milliseconds.
+
+    ``before`` and ``after`` are collectives per step before and after bucketing.
+    """
 
     digests: list[str]
     loss: list[float]
@@ -30,8 +30,7 @@ class RunRecord:
 
 @dataclass
 class RankReport:
-    """One rank's runs by name; of the whole model the number of ``parameters`` (weights), of
-    ``tensors`` and ``units``; and the version of torch."""
+    """One rank's runs by name, the model's numbers of weights, tensors and units, and torch."""
 
     runs: dict[str, RunRecord]
     model: dict[str, int]
@@ -39,7 +38,7 @@ class RankReport:
 
 
 def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
-    """The demo's result as one JSON-ready dictionary."""
+    """Return the demo's result as a JSON-ready dictionary."""
     first = ranks[0]
     hashes = {
         name: list(map(whole_digest, zip(*(r.runs[name].digests for r in ranks), strict=True)))
@@ -94,51 +93,45 @@ def _layout_text(differences: Sequence[str]) -> str:
 def _verdict(
     settings: Settings, runs: Mapping[str, Any], hashes: Mapping[str, Any]
 ) -> tuple[bool, list[str]]:
-    """Whether the weights are eager's, in words, and what graph order, the control, shows."""
+    """Return whether the weights equal eager's, and texts about both payload orders."""
     steps, ours, control = settings.steps, runs["fsdp_order"], runs["graph_order"]
     equal, first = ours["steps_equal_to_eager"], control["first_different_step"]
-    text = "PASS: with FSDP2's payload order the weights equal eager's, bit for bit, after "
-    text += f"{steps} of {steps} steps."
+    text = (
+        "PASS: with FSDP2's payload order the weights equal eager's, bit for bit, after "
+        f"{steps} of {steps} steps."
+    )
     if equal < steps:
-        text = "FAIL: with FSDP2's payload order the weights equal eager's after only "
-        text += (
-            f"{equal} of {steps} steps; they first differ at step {ours['first_different_step']}."
+        text = (
+            f"FAIL: with FSDP2's payload order the weights equal eager's after only {equal} of "
+            f"{steps} steps; they first differ at step {ours['first_different_step']}."
         )
     if first is not None:
         why = (
-            f"Control: with graph order they equal eager's after {control['steps_equal_to_eager']} "
-            f"of {steps} steps and first differ at step {first}: nothing but the payload order "
-            "differs between these two runs."
+            f"they equal eager's after {control['steps_equal_to_eager']} of {steps} steps and "
+            f"first differ at step {first}. Only the payload order differs between these runs."
         )
-        return equal == steps, [text, why]
-    why = "although its payloads differ: no sum of these few steps was rounded differently. "
-    why += "Use more --steps or a larger --dim."
-    if settings.nodes == 1:
-        why = "as it must on one node: there all channels have the same ring, and the place of a "
-        why += "parameter in the buffer does not matter. Use --nodes 2 or more."
+    elif settings.nodes == 1:
+        why = "they equal eager's: on one node all channels have the same ring. Use --nodes 2."
     elif settings.ranks == 2:
-        why = "as it must with two ranks: a + b is b + a, whichever comes first. Use --ranks 4."
-    return equal == steps, [text, f"Control: graph order matched eager as well, {why}"]
+        why = "they equal eager's: with two ranks, a + b is b + a. Use --ranks 4."
+    else:
+        why = "they equal eager's by chance. Use more --steps or a larger --dim."
+    return equal == steps, [text, f"Control: with graph order {why}"]
 
 
 def _inductor_verdict(
     settings: Settings, runs: Mapping[str, Any], hashes: Mapping[str, Any]
 ) -> tuple[bool, list[str]]:
-    """Whether the run is reproducible, in words, and how far it is from eager's."""
+    """Return whether the run is reproducible, and texts about that and the distance to eager."""
     again = [a == b for a, b in zip(hashes["fsdp_order"], hashes["fsdp_order_again"], strict=True)]
-    same = (
-        f"Reproducible: compiled anew and trained again, the weights are the same after "
-        f"{settings.steps} of {settings.steps} steps."
-    )
+    same = f"are the same after {settings.steps} of {settings.steps} steps"
     if not all(again):
-        same = (
-            f"NOT reproducible: compiled anew and trained again, the weights first differ at step "
-            f"{again.index(False) + 1}."
-        )
+        same = f"first differ at step {again.index(False) + 1}"
     return all(again), [
-        same,
-        "Inductor's fused kernels keep intermediate values in fp32 where eager rounds each to "
-        f"bf16, whatever the payload. {_loss_text(runs, 'fsdp_order')}",
+        f"{'Reproducible' if all(again) else 'NOT reproducible'}: compiled and trained again, the "
+        f"weights {same}.",
+        "Inductor's fused kernels keep values in fp32 that eager rounds to bf16, whatever the "
+        f"payload. {_loss_text(runs, 'fsdp_order')}",
         "Set torch._inductor.config.emulate_precision_casts to round as eager does; the command "
         "compare names the operators that still differ.",
     ]

@@ -1,11 +1,11 @@
-"""What the demo runs, checked before any rank starts. No torch in here."""
+"""Define the demo's options, and check them before any rank starts, without importing torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ..target import option
+from ..target import check_options, option
 
 HEAD_DIM = 32
 """Width of one attention head."""
@@ -13,11 +13,13 @@ HEAD_DIM = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """One demo; the options' texts say what a field is, ``batch`` and ``seq`` are sequences per
-    rank and step and their length in tokens (bytes), and the last two are of the ring simulator.
+    """Options of the demo.
+
+    ``batch`` is in sequences per rank and step, ``seq`` in tokens (bytes). ``channels`` and
+    ``chunk_bytes`` configure the ring simulator.
 
     Raises:
-        ValueError: a value is out of range; the message starts with the option's name.
+        ValueError: a value is out of range. The message begins with the option's name.
     """
 
     ranks: int = option(4, "processes to start")
@@ -41,16 +43,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
-            raise ValueError(f"--ranks must be at least 2, got {self.ranks}")
-        if self.nodes < 1 or self.ranks % self.nodes:
-            raise ValueError(f"--nodes must divide --ranks ({self.ranks}) evenly, got {self.nodes}")
-        for name in ("steps", "layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.dim < 1 or self.dim % (2 * HEAD_DIM):  # two query heads share one key/value head
+            raise ValueError(f"ranks must be at least 2, got {self.ranks}")
+        check_options(self)
+        if self.dim % (2 * HEAD_DIM):  # two query heads share one key/value head
             raise ValueError(
-                f"--dim must be a positive multiple of {2 * HEAD_DIM} (pairs of {HEAD_DIM} wide "
-                f"attention heads), got {self.dim}"
+                f"dim must be a multiple of {2 * HEAD_DIM} (pairs of {HEAD_DIM} wide attention "
+                f"heads), got {self.dim}"
             )
-        if self.timeout_s <= 0:
-            raise ValueError(f"--timeout must be positive, got {self.timeout_s:g}")

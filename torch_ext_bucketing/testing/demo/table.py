@@ -1,7 +1,4 @@
-"""The demo's text: the table, the hashes step by step, and what they say. No torch in here.
-
-It reads the same dictionary that ``--json`` writes (see :mod:`.results`).
-"""
+"""Format the demo's result, the dictionary that ``--json`` writes, without importing torch."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ _HASH = 12
 
 
 def label(run: str) -> str:
-    """A run's name for people."""
+    """Return a run's display name."""
     return _LABELS[run].strip()
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as aligned text; the first column to the left, the rest to the right."""
+    """Align rows of cells: the first column to the left, the others to the right."""
     return "\n".join(aligned(rows, right=range(1, len(rows[0]))))
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The whole report that the demo prints at its end."""
+    """Format the report that the demo prints at its end."""
     parts = [_heading(result), _hashes(result), _summary(result), *result["findings"]]
     return "\n\n".join(parts)
 

@@ -1,8 +1,6 @@
-"""What each rank of the demo does: train one model several ways, step by step, side by side.
+"""Train one model in several ways on each rank of the demo, and hash its shards after each step.
 
-The runs differ in nothing but how gradients and weights travel. They start from the same
-weights, see the same text in the same order and use the same optimizer; after each step every
-rank hashes its shards.
+The runs share weights, text and optimizer, and differ only in how gradients and weights travel.
 """
 
 from __future__ import annotations
@@ -30,13 +28,14 @@ from ..training import Training, count_collectives
 from ..trial import Run, Trial
 from .results import RankReport, RunRecord
 from .settings import HEAD_DIM, Settings
+from .table import label
 
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def make_model(settings: Settings) -> Transformer:
-    """The model that ``settings`` ask for: LLaMA's proportions, two query heads per KV head."""
+    """Make the model of ``settings``: LLaMA's proportions, two query heads per KV head."""
     heads = settings.dim // HEAD_DIM
     config = ModelConfig(
         vocab=text.VOCAB,
@@ -51,8 +50,7 @@ def make_model(settings: Settings) -> Transformer:
 
 
 def train_rank(rank: Rank, settings: Settings) -> RankReport:
-    """Train on one rank of a ring group. Sends ``(step, run name, digest)`` after each step of each
-    run, and ``(0, run name, "")`` before a run's first step, which is the one that compiles."""
+    """Train on one rank of a ring group. Rank 0 sends lines of progress."""
     batches = partial(text.batch, size=settings.batch, seq=settings.seq, seed=settings.seed)
     options = Options(
         lambda: (make_model(settings), batches),
@@ -82,12 +80,13 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
     for step in range(settings.steps):
         for name, one in runs.items():
             if step == 0:
-                rank.send((0, name, ""))
+                trial.say(f"first step of: {label(name)}")
             counting = count_collectives() if name == "eager" else nullcontext(called)
-            dist.barrier()  # so that no run pays for another one's stragglers
+            dist.barrier()  # a run's time must not include stragglers of another run
             with counting as called:
                 one.take()
-            rank.send((step + 1, name, one.done.digests[-1]))
+        if (step + 1) % max(1, settings.steps // 5) == 0:
+            trial.say(f"step {step + 1} of {settings.steps}")
     order = FSDPParamOrder.from_fsdp(eager)
     payloads = fsdp_payloads(
         eager,
@@ -101,8 +100,8 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
     records = {"eager": RunRecord(**done, before=number, after=number, payloads=payloads)}
     for name, compiler in compilers.items():
         if len(compiler.reports) != 1:
-            # Dynamo could have taken another run's graph for this one.
-            raise RuntimeError(f"run {name} was not compiled exactly once, on its own")
+            # Dynamo could have reused another run's graph.
+            raise RuntimeError(f"run {name} was not compiled exactly once")
         report = compiler.last_report()
         records[name] = RunRecord(
             **vars(runs[name].done),
@@ -119,7 +118,7 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
 
 
 def _passes(by_unit: bool, model: Any) -> list[GraphPass]:
-    """One collective per parameter is merged into FSDP2's units."""
+    """Return passes that merge collectives into FSDP2's units."""
     order = FSDPParamOrder.from_model(model, units=model.unit_names())
     # fully_shard leaves the root's parameters gathered between forward and backward.
     reshard = ReshardAfterForward(keep=order.units[-1])
