@@ -330,7 +330,7 @@ def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
         compilation = pipeline.compilation()
         planned.append(_run_each(pipeline, gm, compilation)().planned_with)
         assert bool(gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)) == (pipeline is on)
-    assert planned[0].endswith("sums in rank order in torch.float32")
+    assert "sums in rank order in torch.float32" in planned[0]
     assert "rank order" not in planned[1]
     monkeypatch.delenv("TORCH_EXT_BUCKETING_DISABLE")
     wide = Pipeline([teb.FixedOrderReduce(torch.float64)])

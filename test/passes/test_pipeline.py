@@ -23,7 +23,7 @@ UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 
 REFUSED = {
     r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
-    r"nodes\. The right order: \[TagParameters, BucketByCap, BucketByUnit, Schedule\]": (
+    r"nodes\. The right order: \[BucketByCap, BucketByUnit, Schedule\]": (
         lambda: [teb.Schedule(teb.Overlap()), teb.BucketByCap(), teb.BucketByUnit(UNITS)]
     ),
     "Schedule and Schedule both decide the order of the nodes: give one of them": (

@@ -273,14 +273,20 @@ def test_what_can_not_be_is_said(fake_world):
         kept = teb.ReshardAfterForward(to=1)
     forward, backward, _ = compiled([kept], sharded(init_device_mesh("cpu", (4,))))
     assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter())
-    for code in ("ReshardAfterForward(keep=['a'], to=2)", "ReshardAfterForward(2, keep=['a'])"):
+    for code in (
+        "ReshardAfterForward(keep=['a'], to=2)",
+        "ReshardAfterForward(reshard_after_forward=2, keep=['a'])",
+    ):
         assert repr(eval(f"teb.{code}")) == code
     mesh = init_device_mesh("cpu", (4,))
     forward, backward, _ = compiled([teb.ReshardAfterForward(False)], sharded(mesh))
     assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter())
     with pytest.warns(DeprecationWarning, match=r"is ReshardAfterForward\('auto'\) now"):
         former = teb.ReshardAfterForward(keep="auto", memory=teb.PeakMemory(gib=1))
-    assert repr(former) == "ReshardAfterForward('auto', memory=PeakMemory(gib=1))"
+    assert (
+        repr(former)
+        == "ReshardAfterForward(reshard_after_forward='auto', memory=PeakMemory(gib=1))"
+    )
     with pytest.raises(ValueError, match="give 2 or to=2, not both"):
         teb.ReshardAfterForward(2, to=2)
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -63,7 +63,7 @@ class Pipeline:
         if not any(Tags() in p.provides for p in ours):
             ours.insert(0, TagParameters(model))
         ours.sort(key=lambda p: Tags() not in p.provides)
-        _check(ours)
+        _check(ours, {id(q): p for p in given for q in p.expanded()})
         self.disabled = _switched_off([*given, *(q for p in ours for q in (p, *p.parts))])
         # By id: a user's dataclass may not be hashable.
         off = {id(q) for p in given if p.name in self.disabled for q in p.expanded()}
@@ -133,8 +133,11 @@ class Pipeline:
         return digest(*map(str, uuids), *self.disabled) if all(uuids) else None
 
 
-def _check(passes: Sequence[GraphPass]) -> None:
+def _check(passes: Sequence[GraphPass], given: Mapping[int, GraphPass]) -> None:
     """Check that every pass finds what it requires and undoes nothing.
+
+    Args:
+        given: by id of a pass, the one of the user's list that stands for it.
 
     Raises:
         ValueError: a pass has an unknown stage.
@@ -156,7 +159,8 @@ def _check(passes: Sequence[GraphPass]) -> None:
             break
         working = following[1]
     if len(working) == len(passes) and all(any(p is q for q in passes) for p in working):
-        text += f". The right order: [{', '.join(p.name for p in working)}]"
+        right = {id(p): p for p in (given.get(id(q)) for q in working) if p is not None}
+        text += f". The right order: [{', '.join(p.name for p in right.values())}]"
     raise PassOrderError(text, working)
 
 
