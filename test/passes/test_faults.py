@@ -253,7 +253,7 @@ def run_pass(p: GraphPass, gm: fx.GraphModule) -> Any:
 
 
 def by_cap(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> Any:
-    return run_pass(teb.BucketByCap(cap_mb, **options), gm)
+    return run_pass(teb.BucketByCap(cap_mb, **{"kinds": KIND_NAMES, **options}), gm)
 
 
 BUCKETERS: dict[str, Callable[..., Any]] = {
@@ -715,7 +715,7 @@ class Blocks(torch.nn.Module):
 BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ValueError: [
         (
-            r"no module 'layers\.3'",
+            r"lacks module 'layers\.3'",
             lambda: teb.manual_plan(["layers.[0-99999999999999]"], Blocks()),
         ),
         ("no module is named 'head'", lambda: UnitSpec((("head",),)).uncovered(Blocks())),
@@ -744,7 +744,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("no measurement", lambda: teb.Machine(collectives={("all_gather", 2): ()})),
         ("kernel_ms must be a time", lambda: teb.Machine(kernel_ms=math.nan)),
         (
-            r"\(0, 1.0\) is no \(bytes above 0, ms\)",
+            r"\(0, 1.0\) is not \(bytes above 0, ms\)",
             lambda: teb.Machine(collectives={("all_gather", 2): [(0, 1.0)]}),
         ),
         ("cap_mb must be a positive number", lambda: teb.BucketByCap(-1)),

@@ -153,7 +153,9 @@ def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:
     elif tag is not None:
         # One rank's part: what it sends to a gather, what it receives from a reduction.
         part = node.all_input_nodes[0] if kind == "all_gather" else node
-        size = nbytes_of(part) if isinstance(part.meta["val"].numel(), int) else None
+        value = part.meta.get("val")
+        known_size = isinstance(value, torch.Tensor) and isinstance(value.numel(), int)
+        size = nbytes_of(part) if known_size else None
         members = (Member(tag.fqns, 0, size, _short(sent_as_bytes(node) or dtype)),)
     return Launch(
         kind or _op_name(node),
