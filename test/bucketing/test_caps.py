@@ -601,16 +601,12 @@ def test_a_plan_in_words():
     assert_expected_inline(
         "\n".join(lines),
         """\
-all_gather: all_gather_into_tensor_default, all_gather_into_tensor_default_1,
-    all_gather_into_tensor_default_2; 384 of 512 bytes, closed by dependency:
-    all_gather_into_tensor_default_3 needs the result of all_gather_into_tensor_default
-reduce_scatter: reduce_scatter_tensor_default, reduce_scatter_tensor_default_1; 128 of 512 bytes,
-    closed by run: with reduce_scatter_tensor_default_2: 3 compute nodes since the bucket before
+all_gather: all_gather_into_tensor_default, all_gather_into_tensor_default_1, all_gather_into_tensor_default_2; 384 of 512 bytes, closed by dependency: all_gather_into_tensor_default_3 needs the result of all_gather_into_tensor_default
+reduce_scatter: reduce_scatter_tensor_default, reduce_scatter_tensor_default_1; 128 of 512 bytes, closed by run: with reduce_scatter_tensor_default_2: 3 compute nodes since the bucket before
 alone: reduce_scatter_tensor_default_2; closed by end: no other collective of its bucket key follows
-alone: all_gather_into_tensor_default_3; closed by bytes: with all_gather_into_tensor_default_4: 768
-bytes, above the cap of 512 alone: all_gather_into_tensor_default_4; closed by end: no other
-collective of its bucket key follows left: all_gather_into_tensor_default_5; it serves no known
-parameter""",
+alone: all_gather_into_tensor_default_3; closed by bytes: with all_gather_into_tensor_default_4: 768 bytes, above the cap of 512
+alone: all_gather_into_tensor_default_4; closed by end: no other collective of its bucket key follows
+left: all_gather_into_tensor_default_5; it serves no known parameter""",
     )
 
 

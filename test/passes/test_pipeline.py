@@ -1,7 +1,7 @@
 """Lists of passes: their order, their conflicts, and the list that an error suggests."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -149,15 +149,23 @@ class Limited(GraphPass):
 
     stage = "forward_backward"
     limit: int = 3
+    names: list[str] = field(default_factory=list)
 
     def run(self, graph, compilation):
         raise AssertionError("only looked at")
 
 
 def test_fields_are_the_settings():
-    assert Limited().settings() == (3,)
-    assert Limited(4).settings() == (4,)
-    assert repr(Limited(4)) == "Limited(limit=4)"
+    assert Limited().settings() == (3, [])
+    assert Limited(4).settings() == (4, [])
+    assert repr(Limited(4)) == "Limited(limit=4, names=[])"
+
+
+def test_a_pass_that_is_not_hashable_runs():
+    limited = Limited(names=["a"])
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(limited)
+    assert Pipeline([limited]).forward_backward == (limited,)
 
 
 def test_a_subclass_that_adds_nothing_has_the_settings_of_its_base():

@@ -347,7 +347,9 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
 def test_it_reads_as_code():
     """``test_caches`` shows that each setting is in cache keys."""
     made = auto(PeakMemory(gib=1), units=[["a"]])
-    code = "ReshardAfterForward('auto', memory=PeakMemory(gib=1), units=[['a']])"
+    code = (
+        "ReshardAfterForward(reshard_after_forward='auto', memory=PeakMemory(gib=1), units=[['a']])"
+    )
     assert repr(made) == code
 
 

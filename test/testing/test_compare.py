@@ -176,7 +176,7 @@ BAD: dict[Any, str] = {
     models.failing: "failing raised ZeroDivisionError",
     models.model_only: r"must return \(model, inputs\) or \(model, inputs, loss\).*returned Model",
     models.too_small: "has 1 weights to train, fewer than there are ranks",
-    models.no_blocks: r"no repeated blocks found in Linear.*compare\(build, units=\[...\]\)",
+    models.no_blocks: r"no repeated blocks found in Linear.*Pass units=\[...\] to teb.testing.compare",
     models.no_loss: r"the loss must be a tensor of one element.*Tensor of shape \(6, 32\)",
 }
 

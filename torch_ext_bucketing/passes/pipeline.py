@@ -55,18 +55,19 @@ class Pipeline:
     """
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
-        self.given = tuple(passes)
-        for p in self.given:
+        given = tuple(passes)
+        for p in given:
             if not isinstance(p, GraphPass):
                 raise TypeError(f"{p!r} is not a pass: it must be a GraphPass")
-        ours = [q for p in self.given for q in p.expanded()]
+        ours = [q for p in given for q in p.expanded()]
         if not any(Tags() in p.provides for p in ours):
             ours.insert(0, TagParameters(model))
         ours.sort(key=lambda p: Tags() not in p.provides)
         _check(ours)
-        self.disabled = _switched_off([*self.given, *(q for p in ours for q in (p, *p.parts))])
-        off = {q for p in self.given if p.name in self.disabled for q in p.expanded()}
-        running = [p for p in ours if p.name not in self.disabled and p not in off]
+        self.disabled = _switched_off([*given, *(q for p in ours for q in (p, *p.parts))])
+        # By id: a user's dataclass may not be hashable.
+        off = {id(q) for p in given if p.name in self.disabled for q in p.expanded()}
+        running = [p for p in ours if p.name not in self.disabled and id(p) not in off]
         self.joint = tuple(p for p in running if p.stage == "joint")
         self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
         for p in running:
