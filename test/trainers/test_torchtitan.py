@@ -50,8 +50,8 @@ from torch_ext_bucketing.fsdp.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
 from torch_ext_bucketing.passes.backends import backend  # noqa: E402
-from torch_ext_bucketing.passes.compilation import Compilation  # noqa: E402
 from torch_ext_bucketing.passes.bucketing import BucketByUnit  # noqa: E402
+from torch_ext_bucketing.passes.compilation import Compilation  # noqa: E402
 from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory  # noqa: E402
