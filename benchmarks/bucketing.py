@@ -8,7 +8,7 @@ after the other on the same graph:
 
 - ``unpatched``: torch's ``pre_bucket_fsdp_collectives`` from the installed torch's own source;
 - ``unset``: the same function of the patched torch, with no entry set;
-- ``hooks``: the same function of the patched torch, with ``bucket_non_adjacent`` and, as
+- ``hooks``: the same function of the patched torch, with ``bucket_max_collectives_between`` and, as
   ``fsdp_group_filter``, the groups that share parameters;
 - ``ours``: :class:`.ByCap`, then :func:`.apply_plan`.
 
@@ -67,7 +67,7 @@ def check_torch(way: str) -> None:
     """Raise if this process does not run the torch that ``way`` is about."""
     from torch._inductor import config
 
-    patched = hasattr(config.aten_distributed_optimizations, "bucket_non_adjacent")
+    patched = hasattr(config.aten_distributed_optimizations, "bucket_max_collectives_between")
     if patched == (way == "unpatched"):
         raise RuntimeError(f"{way}: the bucketing module is {'patched' if patched else 'original'}")
 
@@ -121,11 +121,14 @@ def run_unpatched(graph: Graph, cap_mb: float) -> dict[str, float]:
 
 def run_hooks(graph: Graph, cap_mb: float) -> dict[str, float]:
     from torch._inductor import config
+    from torch.distributed.distributed_c10d import _resolve_process_group
 
     prefix = "aten_distributed_optimizations."
     hooks = {
-        prefix + "bucket_non_adjacent": True,
-        prefix + "fsdp_group_filter": parameter_groups(graph),
+        prefix + "bucket_max_collectives_between": None,
+        prefix + "fsdp_group_filter": [
+            _resolve_process_group(name).group_desc for name in parameter_groups(graph)
+        ],
     }
     with config.patch(hooks):
         return run_unpatched(graph, cap_mb)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from collective_graphs import NON_ADJACENT, PAYLOAD_ORDER
+from collective_graphs import MAX_BETWEEN, PAYLOAD_ORDER
 from pages import DOCS, code_of
 from patching_trees import ROOT
 from torch._inductor import config
@@ -143,7 +143,7 @@ def test_hooks(scope: dict[str, Any]):
         "bucket_all_gathers_fx": "none",
         "bucket_reduce_scatters_fx": "none",
         PAYLOAD_ORDER: None,
-        NON_ADJACENT: False,
+        MAX_BETWEEN: 0,
     }
     merge = bucketing.process_collective_bucket
     with (

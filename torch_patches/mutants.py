@@ -21,33 +21,45 @@ HERE = Path(__file__).resolve().parent
 TEST = "test/distributed/test_fx_bucketing.py"
 BUCKETING = "torch/_inductor/fx_passes/bucketing.py"
 FSDP = "torch/_inductor/fx_passes/fsdp.py"
+LOWERING = "torch/_inductor/comm_lowering.py"
+OVERLAP = "torch/_inductor/fx_passes/overlap_preserving_bucketer.py"
+POST_GRAD = "torch/_inductor/fx_passes/post_grad.py"
 
-# Of code that a series does not have, or has in other words.
+# Code that a series does not have, or has in other words.
 _UNPACKING = (
     "unpack into memory without an edge",
     "pack the wrong dtype",
     "leave it to a fallback",
 )
 _GROUPS = (
-    "take every group at once",
-    "decide for gathers alone",
+    "bucket every group at once",
+    "restrict no gathers",
     "identify groups in spite of the filter",
     "reduce groups that were not chosen",
     "read names from nodes",
+    "check one name after the other",
 )
+_DEDUPLICATION = ("forget the value of what deduplication merges",)
 NOT_IN = {
     "2.14": _UNPACKING,
     "2.13": _UNPACKING,
-    "2.12": (*_UNPACKING, *_GROUPS),
-    "2.11": (*_UNPACKING, *_GROUPS, "sort what is not packed"),
+    "2.12": (*_UNPACKING, *_GROUPS, *_DEDUPLICATION),
+    "2.11": (*_UNPACKING, *_GROUPS, *_DEDUPLICATION, "run no check of the ranks"),
 }
 
 # name: (file, text, what it becomes, tests to run: those for the mutated part)
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
-    "take the graph for sorted": (
+    "look in one direction": (
         BUCKETING,
-        "    if any(inp > node for node in g.nodes for inp in node._input_nodes):",
-        "    if False:",
+        "            if (is_full or is_ancestor) and cur_bucket:",
+        "            if is_full and cur_bucket:",
+        "TestMergeAfterMerge",
+    ),
+    "keep the path of a full bucket": (
+        BUCKETING,
+        "                cur_bucket_descendents = {}\n"
+        "                _add_descendants(node, cur_bucket_descendents)\n",
+        "                _add_descendants(node, cur_bucket_descendents)\n",
         "TestMergeAfterMerge",
     ),
     "unpack into memory without an edge": (
@@ -63,42 +75,40 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "TestUnpacking",
     ),
     "leave it to a fallback": (
-        BUCKETING,
-        "@register_lowering(torch.ops.bucketing._split_all_gather, type_promotion_kind=None)",
+        LOWERING,
+        "    @register_lowering(torch.ops.bucketing._split_all_gather, type_promotion_kind=None)\n",
         "",
         "TestUnpacking",
     ),
     "swap two members": (
         BUCKETING,
-        "    return sorted(nodes, key=lambda n: (values[n] is None, values[n]))",
-        "    nodes = sorted(nodes, key=lambda n: (values[n] is None, values[n]))\n"
+        "    return list(nodes) if key is None else sorted(nodes, key=position)",
+        "    nodes = list(nodes) if key is None else sorted(nodes, key=position)\n"
         "    return [*nodes[1::-1], *nodes[2:]]",
         "TestPayloadOrder",
     ),
     "pack members without a value first": (
         BUCKETING,
-        "(values[n] is None, values[n])",
-        "(values[n] is not None, values[n])",
+        "        return not ints, ints",
+        "        return bool(ints), ints",
         "TestPayloadOrder",
     ),
-    "sort gathers no more": (
+    "take any value": (
         BUCKETING,
-        "    ag_nodes = _in_payload_order(ag_nodes)\n",
+        "        if not all(type(i) is int for i in ints):",
+        "        if False:",
+        "TestPayloadOrder",
+    ),
+    "check values bucket by bucket": (
+        BUCKETING,
+        "    in_payload_order(g.nodes)  # raises before anything is merged\n",
         "",
         "TestPayloadOrder",
     ),
-    "sort what is not packed": (
-        BUCKETING,
-        '    if mode != "coalesced":  # which packs nothing\n',
-        "    if True:\n",
-        "TestPayloadOrder",
-    ),
-    "insert where the payload ends": (
-        BUCKETING,
-        "    insert_before = insert_before or ar_nodes[-1].next\n"
-        "    ar_nodes = _in_payload_order(ar_nodes)\n",
-        "    ar_nodes = _in_payload_order(ar_nodes)\n"
-        "    insert_before = insert_before or ar_nodes[-1].next\n",
+    "order nothing that overlaps": (
+        OVERLAP,
+        "            bucket = in_payload_order(bucket)\n",
+        "            pass\n",
         "TestPayloadOrder",
     ),
     "forget a merged bucket's value": (
@@ -107,74 +117,95 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "            if False:",
         "TestPayloadOrder",
     ),
-    "take every group at once": (
+    "forget the value of what deduplication merges": (
         FSDP,
-        "    elif len(group_filter) == 1:",
-        "    elif group_filter:",
+        "            if order_key in node.meta:",
+        "            if False:",
+        "TestPayloadOrder",
+    ),
+    "bucket every group at once": (
+        FSDP,
+        "    elif dist_opts.fsdp_group_filter is not None:",
+        "    elif False:",
         "TestFsdpGroupFilter",
     ),
-    "decide for gathers alone": (
+    "restrict no gathers": (
         FSDP,
-        "    if not wait.users or not _is_in_group_filter(wait.args[0]):",
-        "    if not wait.users:",
+        "_restrict_to_groups(is_fsdp_all_gather_wait, fsdp_groups)",
+        "is_fsdp_all_gather_wait",
         "TestFsdpGroupFilter",
     ),
     "identify groups in spite of the filter": (
         FSDP,
-        "    if group_filter is None:\n",
-        "    if True:\n",
+        "    if (groups := _groups_in_filter()) is not None:",
+        "    if False:",
         "TestFsdpGroupFilter",
     ),
     "reduce groups that were not chosen": (
         FSDP,
-        "            return _is_in_group_filter(ar_node)",
-        "            return True",
+        "_restrict_to_groups(is_fsdp_all_reduce_wait, fsdp_groups)",
+        "is_fsdp_all_reduce_wait",
         "TestFsdpGroupFilter",
     ),
     "read names from nodes": (
         FSDP,
-        "_resolve_group_name(_get_group_name(start)) in groups",
-        "_get_group_name(start) in groups",
+        '    return _resolve_group_name(_get_collective_kwargs(n)["group_name"])',
+        '    return _get_collective_kwargs(n)["group_name"]',
+        "TestFsdpGroupFilter",
+    ),
+    "check one name after the other": (
+        FSDP,
+        "    if unknown := OrderedSet(descs) - OrderedSet(desc for desc, _ in groups):",
+        "    if unknown := []:",
         "TestFsdpGroupFilter",
     ),
     "merge neighbours alone": (
         BUCKETING,
-        "                if non_adjacent:\n                    nodes_by_key",
-        "                if False:\n                    nodes_by_key",
-        "TestNonAdjacent",
+        "    if max_between == 0:",
+        "    if True:",
+        "TestMaxCollectivesBetween",
     ),
-    "forget a full bucket": (
+    "merge without a bound": (
         BUCKETING,
-        "                    if non_adjacent:\n"
-        "                        reachability.merge_starts(cur_bucket)\n",
+        "            if can_merge and max_between is not None:",
+        "            if False:",
+        "TestMaxCollectivesBetween",
+    ),
+    "merge beyond the cap": (
+        BUCKETING,
+        "                and cur_bucket_size_bytes + size_bytes <= bucket_size_bytes\n",
         "",
-        "TestNonAdjacent",
+        "TestMaxCollectivesBetween",
     ),
-    "forget the last bucket of a key": (
+    "take buckets apart": (
         BUCKETING,
-        "            if non_adjacent:\n"
-        "                reachability.merge_starts(cur_bucket)\n    return",
-        "    return",
-        "TestNonAdjacent",
+        "                if bucket_of.setdefault(node, [node])[0] is node:",
+        "                bucket_of[node] = [node]\n                if True:",
+        "TestMaxCollectivesBetween",
     ),
-    "ask in one direction": (
+    "forget merged buckets": (
         BUCKETING,
-        "                    & (cur_bucket_bits | 1 << idx)",
-        "                    & cur_bucket_bits",
-        "TestNonAdjacent",
+        "            bucket_of.update(dict.fromkeys(bucket, cur_bucket))\n",
+        "",
+        "TestMaxCollectivesBetween",
     ),
     "merge what depends on the bucket": (
         BUCKETING,
-        "            if (is_full or is_dependent) and cur_bucket:",
-        "            if is_full and cur_bucket:",
-        "TestNonAdjacent",
+        "                and bucket[0] not in cur_bucket_descendents\n",
+        "",
+        "TestMaxCollectivesBetween",
     ),
-    "remember the bucket before": (
+    "merge what the bucket depends on": (
         BUCKETING,
-        "                cur_bucket_descendents = OrderedSet()\n"
-        "                cur_bucket_bits = cur_bucket_ancestors = 0\n",
-        "                cur_bucket_descendents = OrderedSet()\n",
-        "TestNonAdjacent",
+        "                can_merge = cur_bucket[0] not in cur_bucket_descendents\n",
+        "",
+        "TestMaxCollectivesBetween",
+    ),
+    "run no check of the ranks": (
+        POST_GRAD,
+        ") or config.aten_distributed_optimizations.bucket_max_collectives_between != 0:",
+        "):",
+        "TestMaxCollectivesBetween",
     ),
 }
 

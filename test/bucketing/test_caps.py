@@ -11,7 +11,7 @@ import torch.fx as fx
 from collective_graphs import (
     C10D,
     GROUP_FILTER,
-    NON_ADJACENT,
+    MAX_BETWEEN,
     all_reduce,
     assert_same,
     fake_group,
@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from random_graphs import WORLD, Builder, layered_graph, random_graph, real_inputs
 from torch._inductor import config
 from torch._inductor.fx_passes import bucketing, fsdp
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import needs_pre_bucketing
 
@@ -136,19 +137,16 @@ def test_plans_are_sound(seed, size, caps, tagged):
 @pytest.mark.hooks
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS)
 @settings(max_examples=300)
-def test_same_buckets_as_torch(seed, size, caps):
-    """Compare kind by kind, under one cap, since torch takes the first bucket's cap for all.
-
-    Gathers may have several dtypes, like torch's in this mode.
-    """
+def test_torch_with_the_hooks_never_merges_less_than_without(seed, size, caps):
     gm = random_graph(seed, size, GROUPS, writes=False)
     cap = cap_of(caps[:1])
     for kind in KINDS:
-        mode = {"mode": "custom_ops_multidtype"} if kind == "all_gather" else {}
-        with config.patch({NON_ADJACENT: True}):
-            theirs = getattr(bucketing, f"bucket_{kind}_by_mb")(gm, cap, **mode)
-        ours = ByCap(cap, kinds=(kind,), eligible=everything).plan(gm.graph)
-        assert {frozenset(b) for b in theirs} == {frozenset(b.members) for b in ours.buckets}
+        merged = []
+        for between in (0, 2, None):
+            with config.patch({MAX_BETWEEN: between}):
+                buckets = getattr(bucketing, f"bucket_{kind}_by_mb")(gm, cap)
+            merged.append(sum(len(bucket) - 1 for bucket in buckets))
+        assert merged[0] <= min(merged[1:])
 
 
 @pytest.mark.once
@@ -187,7 +185,8 @@ def test_torchs_pass_with_the_hooks_merges_the_same(cap):
     theirs, ours = (layered_graph(500, 60, GROUPS, share=False) for _ in range(2))
     plan = ByCap(cap / MIB, eligible="structure", groups="primary").plan(ours.graph)
     (group,) = {group_name(bucket.members[0]) for bucket in plan.buckets}
-    with config.patch({NON_ADJACENT: True, GROUP_FILTER: [group]}):
+    desc = _resolve_process_group(group).group_desc
+    with config.patch({MAX_BETWEEN: None, GROUP_FILTER: [desc]}):
         fsdp.pre_bucket_fsdp_collectives(theirs, bucket_cap_mb=cap / MIB)
     apply_plan(ours.graph, plan)
 

@@ -268,7 +268,7 @@ def by_config(order, own_pass=False, **entries):
         settings = {
             "bucket_all_gathers_fx": "fsdp",
             "bucket_reduce_scatters_fx": "fsdp",
-            ENTRIES + "bucket_non_adjacent": True,
+            ENTRIES + "bucket_max_collectives_between": None,
             **{ENTRIES + name: value for name, value in entries.items()},
         }
         if order is not None or own_pass:
@@ -308,7 +308,7 @@ SETUPS = {
     "config": by_config(AB),
     "config, other order": by_config(BA),
     "config, model turned": by_config(AB),
-    "config, filter": by_config(AB, fsdp_group_filter=["0"]),
+    "config, filter": by_config(AB, fsdp_group_filter=["default_pg"]),
     "config, values only": by_config(None),
     "config, own pass": by_config(None, own_pass=True),
 }

@@ -28,7 +28,7 @@ C10D = torch.ops._c10d_functional
 OPTIONS = "aten_distributed_optimizations."
 PAYLOAD_ORDER = OPTIONS + "bucket_payload_order_key"
 GROUP_FILTER = OPTIONS + "fsdp_group_filter"
-NON_ADJACENT = OPTIONS + "bucket_non_adjacent"
+MAX_BETWEEN = OPTIONS + "bucket_max_collectives_between"
 
 STARTS = {
     C10D.all_gather_into_tensor.default: "all_gather",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import (
     GROUP_FILTER,
-    NON_ADJACENT,
+    MAX_BETWEEN,
     PAYLOAD_ORDER,
     all_gather,
     all_reduce,
@@ -79,7 +79,11 @@ def uneven_step(rank: int, group: dist.ProcessGroup) -> tuple[Callable[..., Any]
 
 
 def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    dp, ep, tp = dist.group.WORLD, dist.new_group(range(WORLD)), dist.new_group([0, WORLD - 1])
+    dp, ep, tp = (
+        dist.group.WORLD,
+        dist.new_group(range(WORLD), group_desc="ep"),
+        dist.new_group([0, WORLD - 1]),
+    )
 
     def gathers(*xs):
         return [all_gather(x, dp) + 1 for x in xs]
@@ -121,6 +125,21 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
         """Make merged gathers leave a scatter ahead of the gather that it needs."""
         return reduce_scatter(all_gather(x, dp), dp), all_gather(reduce_scatter(y, dp), dp)
 
+    def layers(*xs):
+        """Gather for each layer and scatter in reverse, so that both kinds are merged."""
+        full = [all_gather(x, dp) for x in xs]
+        act = torch.ones(())
+        for f in full:
+            act = all_reduce(act * f.sum(), tp)
+        return [reduce_scatter(f * act, dp) for f in reversed(full)]
+
+    def uneven_copy(x, y):
+        """Copy what is gathered on one rank, as for a short shard."""
+        first = all_gather(x, dp)
+        mine = first.clone() if rank else first
+        scattered = [(first * 2, ep), (mine * 3, dp), (first * 4, dp)]
+        return *(reduce_scatter(t, group) for t, group in scattered), all_gather(y, dp)
+
     fp32, mixed = parameters(), parameters((torch.float32, torch.bfloat16))
     return {
         "gathers": (gathers, fp32),
@@ -133,6 +152,8 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
         "interleaved": (interleaved, fp32),
         "dependent": (dependent, fp32),
         "scatters_need_gathers": (scatters_need_gathers, fp32[:2]),
+        "layers": (layers, fp32),
+        "uneven_copy": (uneven_copy, fp32[:2]),
         "uneven_with_writes": uneven_step(rank, dp),
     }
 
@@ -232,7 +253,7 @@ def main() -> None:
         results = results_of(0)
         results |= {f"{name} on {LAST}": nodes for name, nodes in results_of(LAST).items()}
     has_entries = hasattr(config.aten_distributed_optimizations, "bucket_payload_order_key")
-    options = {PAYLOAD_ORDER: "order", GROUP_FILTER: ["0", "1"], NON_ADJACENT: True}
+    options = {PAYLOAD_ORDER: "order", GROUP_FILTER: ["default_pg", "ep"], MAX_BETWEEN: None}
     with_all = results_of(0, **options) if has_entries else {}
     print(json.dumps({"unset": results, "set": with_all}))
 

@@ -30,7 +30,7 @@ ENTRIES = """\
 class aten_distributed_optimizations:
     bucket_payload_order_key: str | None = None
     fsdp_group_filter: list[str] | None = None
-    bucket_non_adjacent: bool = False
+    bucket_max_collectives_between: int | None = 0
 """
 
 

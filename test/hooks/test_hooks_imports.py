@@ -139,8 +139,8 @@ def changes_nothing(rank: Rank) -> None:
             loader = type(getattr(module, "__loader__", None)).__module__
             assert not loader.startswith("torch_ext_bucketing"), name
     assert status().state == "none"
-    with pytest.raises(AttributeError, match="bucket_non_adjacent does not exist"):
-        config.aten_distributed_optimizations.bucket_non_adjacent = True
+    with pytest.raises(AttributeError, match="bucket_max_collectives_between does not exist"):
+        config.aten_distributed_optimizations.bucket_max_collectives_between = 8
 
 
 def test_the_package_changes_nothing_in_torch() -> None:
@@ -245,16 +245,16 @@ def config_first(rank: Rank, folder: Path) -> None:
         saved = config.save_config()
     assert part.fsdp_group_filter is None
     assert config.get_hash() == plain
-    part.bucket_non_adjacent = True
+    part.bucket_max_collectives_between = 8
     assert config.get_hash() != plain
     config.load_config(saved)
     assert part.fsdp_group_filter == ["0"]
-    assert not part.bucket_non_adjacent
+    assert part.bucket_max_collectives_between == 0
     out = []
-    thread = threading.Thread(target=lambda: out.append(part.bucket_non_adjacent))
+    thread = threading.Thread(target=lambda: out.append(part.bucket_max_collectives_between))
     thread.start()
     thread.join()
-    assert out == [False]
+    assert out == [0]
     with pytest.raises(AttributeError):  # unknown entries are still refused
         part.no_such_entry = 1
     importlib.import_module("torch._inductor.compile_fx")
@@ -395,8 +395,8 @@ def real_series(rank: Rank, first: str) -> None:
         importlib.import_module(f"{MODULES}.{name}")
     x = torch.randn(4)
     assert torch.compile(torch.sin, backend="aot_eager")(x).equal(torch.sin(x))
-    with config.patch({PREFIX + "bucket_non_adjacent": True}):
-        assert config.aten_distributed_optimizations.bucket_non_adjacent
+    with config.patch({PREFIX + "bucket_max_collectives_between": 8}):
+        assert config.aten_distributed_optimizations.bucket_max_collectives_between == 8
 
 
 @pytest.mark.parametrize("first", ["", "torch._dynamo"], ids=["first", "after config"])

@@ -73,7 +73,7 @@ def one_unit(rank: Rank) -> dict[str, tuple[list[str], dict[str, int]]]:
                 "bucket_all_gathers_fx": "fsdp",
                 "bucket_reduce_scatters_fx": "fsdp",
                 ENTRIES + "bucket_payload_order_key": field,
-                ENTRIES + "bucket_non_adjacent": True,
+                ENTRIES + "bucket_max_collectives_between": None,
             }
             with aten_kernels(), inductor_config.patch(settings):
                 results[name] = digests(rank, model, torch.compile(model, fullgraph=True))

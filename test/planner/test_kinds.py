@@ -11,7 +11,7 @@ from collective_graphs import C10D
 from random_graphs import Builder
 
 from torch_ext_bucketing.graph import collectives
-from torch_ext_bucketing.graph.collectives import COLLECTIVES, Collective, is_collective
+from torch_ext_bucketing.graph.collectives import COLLECTIVES, CollectiveType, is_collective
 from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Level, Machine
@@ -23,7 +23,7 @@ from torch_ext_bucketing.reports.text import change
 from torch_ext_bucketing.testing.ring import on_ranks
 
 BROADCAST = C10D.broadcast.default
-ROW = Collective(
+ROW = CollectiveType(
     "BC",
     (BROADCAST,),
     lambda ranks, part: (0,),

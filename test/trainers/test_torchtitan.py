@@ -359,9 +359,7 @@ def install_after(rank: Rank, module: str) -> str:
 
 @pytest.mark.parametrize("module", ["train", "experiments.graph_trainer.trainer"])
 def test_torchtitan_imported_first_works_or_says_what_to_do(module):
-    """The package works. The hooks refuse if torch's bucketing modules are imported, as torchtitan does."""
+    """The hooks name the modules of torch that torchtitan imports too early."""
     (found,) = run_ranks(install_after, 1, module, timeout_s=120)
-    if found not in ("in memory", "on disk", "native"):
+    if found not in ("in memory", "native"):
         assert "imported before torch_ext_bucketing.hooks.install(): torch._ind" in found
-        assert "used by" in found
-        assert "torchtitan" in found or "graph_trainer" not in module

@@ -11,9 +11,8 @@ closes the open bucket
   through other buckets, or a write to a tensor stands between them;
 - by the ``"end"``: no member is left.
 
-The next member then opens a bucket. torch's greedy bucketing with ``bucket_non_adjacent`` set (see
-``torch_patches``) gives the same buckets for the same settings, except that every write is a
-barrier and members that are buckets already are skipped.
+The next member then opens a bucket. torch's greedy bucketing buckets neighbours first, and merges
+whole buckets where ``bucket_max_collectives_between`` is set (see ``torch_patches``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .patches import FileDiff, parse_patch
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
 CONFIG_PATH = "torch/_inductor/config.py"
 
-HOOK_ENTRIES = ("bucket_payload_order_key", "fsdp_group_filter", "bucket_non_adjacent")
+HOOK_ENTRIES = ("bucket_payload_order_key", "fsdp_group_filter", "bucket_max_collectives_between")
 """Entries that the series adds to ``torch._inductor.config.aten_distributed_optimizations``."""
 
 
