@@ -14,10 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from torch_ext_bucketing import testing
 from torch_ext_bucketing.__main__ import main
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = pytest.mark.long
@@ -28,10 +24,7 @@ def lists(order, mesh, model, units):
     return {
         "units": [
             teb.hooks.TagParameters(model),
-            AddByUnit(model, units),
-            CombineUses(),
-            MergeAmax(),
-            ReduceScatterFirst(),
+            teb.MatchFSDP2(model, units),
             teb.SeparateGroups(mesh),
             teb.ReshardAfterForward(),
             teb.BucketByUnit(order),
@@ -97,9 +90,8 @@ def test_no_pass_is_left_out(fake_world):
     classes = [getattr(teb, name) for name in teb.__all__]
     passes = {c for c in classes if isinstance(c, type) and issubclass(c, teb.GraphPass)}
     made = lists(order, flat, torch.nn.Linear(1, 1), [""])
-    # MatchFSDP2 stands for passes that are listed.
-    listed = {type(p) for given in made.values() for p in given}
-    assert listed >= passes - {teb.GraphPass, teb.MatchFSDP2}
+    given = {type(p) for passes in made.values() for p in passes}
+    assert passes - {teb.GraphPass} == given - {teb.hooks.TagParameters}
 
 
 def test_the_demo_matches_eager_bit_for_bit(tmp_path, capsys):

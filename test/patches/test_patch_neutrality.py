@@ -1,5 +1,7 @@
-"""With the entries unset, the patched torch makes the graphs of the unpatched one, node for node and
-on every rank, but for what the fixes at the front of the series mend."""
+"""With the entries unset, patched and unpatched torch make the same graphs.
+
+They are equal node for node on every rank, except where the fixes of the series apply.
+"""
 
 import json
 import re
