@@ -226,5 +226,5 @@ def test_an_import_that_fails_in_the_server_is_named(tmp_path):
     )
     command = [sys.executable, str(tmp_path / "parent.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert "RankError: the server that ranks are forked from ended" in done.stderr
+    assert "RankError: the server that forks ranks ended" in done.stderr
     assert "ValueError: no such thing" in done.stderr

@@ -226,7 +226,7 @@ class ReshardAfterForward(GraphPass):
     def settings(self) -> tuple[Any, ...]:
         """Return the fields, with this rank's place in the smaller group for ``to``."""
         named = (getattr(self, f.name) for f in fields(self) if f.init and f.name != "to")
-        return (*named, self._to is None, self._smaller)
+        return (*named, self.to is None, self._smaller)
 
 
 @dataclass(frozen=True)
