@@ -19,7 +19,7 @@ SCRIPT = str(HELPERS / "neutrality_graphs.py")
 # What the unpatched torch can't do with these graphs, and so the patched one can't either.
 _TIMES = "No module named 'triton'|active drivers|Roofline estimation needs"
 FAILS = {
-    # Products are timed by Triton before 2.15, and by a roofline model that asks CUDA on 2.11.
+    # Products are timed by Triton before 2.15, and by a roofline model that needs CUDA on 2.11.
     "interleaved/overlap": _TIMES,
     "interleaved/manual": _TIMES,
     # Before 2.15 manual scopes merge collectives that need each other (2.11 gives no message).
@@ -37,7 +37,7 @@ PLUMBING = re.compile(
 
 
 def graphs(printed: str) -> dict[str, Any]:
-    """Of the line that the script prints; warnings come after it."""
+    """Read the graphs from the line that the script prints; warnings come after it."""
     return json.loads(next(x for x in printed.splitlines() if x.startswith('{"unset"')))
 
 
@@ -70,7 +70,7 @@ def test_unset_entries_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in differ:
         assert any(operator in text[name] for operator in EDGELESS), name
         rest = [without_plumbing(nodes[name]) for nodes in (plain, patched)]
-        if "/manual" in name:  # orders by edges, some of which are new
+        if "/manual" in name:  # orders by edges; some of them are new
             rest = list(map(sorted, rest))
         assert rest[0] == rest[1], name
     assert sum("bucket" in nodes for nodes in text.values()) > len(plain) / 2

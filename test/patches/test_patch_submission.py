@@ -266,7 +266,7 @@ def findings(path: Path, rules: str) -> Counter[tuple[str, str]]:
 
 
 def findings_before(repository: Path, rules: str) -> dict[str, Counter[tuple[str, str]]]:
-    """Of the files as they were, in the same place: ruff looks at the folders around, too."""
+    """Return ruff's findings in the original files, in place: ruff reads the folders around, too."""
     git(repository, "checkout", "--quiet", "original")
     return {path: findings(repository / path, rules) for path in touched(series_folder())}
 
