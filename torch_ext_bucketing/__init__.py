@@ -93,7 +93,7 @@ _RENAMED = {
 __all__ = sorted(_HOME)
 
 # Importing the package stays cheap: what is used is imported when it is used.
-_export = lazy_exports(__name__, _HOME, _MODULES, _RENAMED)
+_export = lazy_exports(__name__, _HOME, _MODULES, _RENAMED, stacklevel=3)
 
 
 def __getattr__(name: str) -> object:

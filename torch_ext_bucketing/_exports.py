@@ -13,6 +13,7 @@ def lazy_exports(
     home: Mapping[str, str],
     modules: Collection[str] = (),
     renamed: Mapping[str, str] | None = None,
+    stacklevel: int = 2,
 ) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package.
 
@@ -22,6 +23,7 @@ def lazy_exports(
         modules: exported modules of the package.
         renamed: by former name, the present one, relative to ``package``: ``"errors.SomeError"``.
             A former name still works, with a ``DeprecationWarning``.
+        stacklevel: of that warning; 3 if the package's ``__getattr__`` calls the result.
     """
     renamed = renamed or {}
 
@@ -34,7 +36,7 @@ def lazy_exports(
         if name in renamed:
             new = renamed[name]
             text = f"{package}.{name} is {package}.{new} now; the former name goes in version 0.4"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
             if new in home:
                 return get(new)
             module, _, attribute = new.rpartition(".")

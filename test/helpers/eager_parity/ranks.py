@@ -122,7 +122,7 @@ class RowReport:
             for rewrite in report.rewrites:
                 found += [f"{'+'.join(x.fqns)}: {x.reason}" for x in getattr(rewrite, "left", ())]
             self.merged += sum(len(b.members) for graph in report.graphs for b in graph.buckets)
-        self.warned += sum("not eager FSDP2's bit for bit" in text for text in found)
+        self.warned += sum("eager FSDP2's bit for bit" in text for text in found)
         self.notes = list(dict.fromkeys([*self.notes, *found]))
 
 
