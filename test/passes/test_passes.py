@@ -594,8 +594,10 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world):
     }
     with inductor_config.patch(options), lowered() as graphs:
         step(torch.compile(sharded()), TOKENS)
-    packed = [fqns_of(n) for gm in graphs for n in collectives(gm)]
-    assert packed == [[fqn for unit in reverse.units for fqn in unit]] * 2
+    gathered, reduced = (fqns_of(n) for gm in graphs for n in collectives(gm))
+    assert reduced == [fqn for unit in reverse.units for fqn in unit]
+    # No bit depends on the order of gathers, which stays that of the graph.
+    assert sorted(gathered) == sorted(reduced)
 
 
 # -- the pipeline ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -56,7 +57,10 @@ class InFlight:
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = (x for x in leaves if isinstance(x, Tensor))
         self._tensors = [(weakref.ref(x), x._use_count()) for x in tensors]
-        return call(*args, **kwargs)
+        # Within a compile the Python dispatcher would hold the interpreter's lock, which gloo's
+        # thread needs to free finished tensors while the caller waits for its mutex: a hang.
+        with torch._C._DisablePythonDispatcher():
+            return call(*args, **kwargs)
 
     def is_done(self) -> bool:
         """Return whether C++ refers to no tensor more often than before the call."""
