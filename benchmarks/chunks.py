@@ -65,7 +65,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chunks:
-    """What comes in chunks.
+    """The parts that come in chunks.
 
     Attributes are torchtitan's ``ep_overlap.module_fqn``, the dimension along which tokens are cut,
     the number of ranks that share the experts, and torchtitan's ``memory_policy``.

@@ -312,7 +312,7 @@ _CALLS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::allreduce_coalesced_": "all_reduce",
 }
-"""What the process group is called through, from eager and from compiled code."""
+"""The functions that eager and compiled code call the process group through."""
 
 
 def _counted_step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:

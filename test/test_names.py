@@ -10,7 +10,7 @@ pytestmark = pytest.mark.once
 
 
 def test_public_names_are_few():
-    """What most programs need fits on half a page."""
+    """The public names fit on half a page."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = {name: getattr(teb, name) for name in dir(teb)}

@@ -113,7 +113,7 @@ _running = _Running()
 
 @dataclass
 class _Agreed:
-    """What this process has agreed on under one default process ``group``.
+    """The launches that this process has agreed on under one default process ``group``.
 
     ``digests`` are of whole graphs' launches; ``versions`` are digests per group; ``rounds`` counts
     the exchanges begun per group.

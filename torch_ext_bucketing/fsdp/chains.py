@@ -14,7 +14,7 @@ from ..graph.tags import tag_of
 
 T = TypeVar("T")
 Chains: TypeAlias = Mapping[fx.Node, Sequence[fx.Node]]
-"""What :func:`parameter_chains` gives."""
+"""The result of :func:`parameter_chains`."""
 
 
 def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:

@@ -26,7 +26,7 @@ from .facts import Baseline, Fact
 
 @dataclass(frozen=True)
 class Choice:
-    """What a pass on the joint graph chose for the graphs after the partitioner.
+    """A choice that a pass on the joint graph made for the graphs after the partitioner.
 
     Args:
         text: the choice in short. Ranks compare it.

@@ -29,7 +29,7 @@ class Fact:
 
     @property
     def planned_with(self) -> str:
-        """What the graph was planned with, in short. Ranks compare it."""
+        """A short text for the times and size hints of the plan. Ranks compare it."""
         return ""
 
 

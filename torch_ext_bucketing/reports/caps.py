@@ -34,7 +34,7 @@ class TriedCaps:
 
 @dataclass(frozen=True)
 class CapsReport(Report):
-    """What :class:`.BySearch` tried and chose.
+    """The caps that :class:`.BySearch` tried and chose.
 
     Args:
         chosen: the caps that miss the bounds least, and of these the fastest.

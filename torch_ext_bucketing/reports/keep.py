@@ -1,4 +1,4 @@
-"""What stays gathered from forward to backward, and what it costs and saves."""
+"""The report on what stays gathered from forward to backward: bytes and times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KeptUnit:
 
 @dataclass(frozen=True)
 class KeepReport(Report):
-    """What ``ReshardAfterForward("auto")`` chose for one graph.
+    """The choice of ``ReshardAfterForward("auto")`` for one graph.
 
     Times are estimates for forward and backward together, scheduled; bytes are estimates of their
     peak. Pairs: with everything gathered again, and as chosen.

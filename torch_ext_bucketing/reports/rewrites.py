@@ -15,7 +15,7 @@ class RewriteReport(Report):
     rewrite: ClassVar[str]
     heading: ClassVar[str]
     left: tuple[LeftAlone, ...]
-    """What the rewrite did not touch."""
+    """Collectives that the rewrite did not touch."""
 
     def to_text(self) -> str:
         """Format a line for each change, and for each thing left alone."""

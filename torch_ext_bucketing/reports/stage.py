@@ -11,7 +11,7 @@ from .text import change, size_text
 
 @dataclass(frozen=True)
 class StageReport(Report):
-    """What a pipeline stage does in one step on one rank, and its memory.
+    """The actions of a pipeline stage in one step on one rank, and its memory.
 
     Args:
         gathers: number of times that it gathers its parameters.

@@ -1,4 +1,4 @@
-"""What a choice of kept units holds from forward to backward, in the order of the graph.
+"""The bytes that a choice of kept units holds from forward to backward, in graph order.
 
 A choice moves live ranges of the model's storages, and nothing is rebuilt or scheduled for it, so
 that many choices can be compared. A unit is held from its last use in forward to its first in

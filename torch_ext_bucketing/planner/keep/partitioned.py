@@ -76,7 +76,7 @@ class Keepable:
 
 @dataclass(frozen=True)
 class Part:
-    """What changes in both halves if a part is kept.
+    """The changes in both halves if a part is kept.
 
     Args:
         made: by held storage, the place in forward of the wait after which it is allocated.

@@ -231,7 +231,7 @@ class ReshardAfterForward(GraphPass):
 
 @dataclass(frozen=True)
 class _Choice:
-    """What stays from forward to backward.
+    """The nodes that stay from forward to backward.
 
     Args:
         gathered: nodes between parameters and their uses that stay.
