@@ -28,10 +28,10 @@ import torch_ext_bucketing as teb
 from eager_parity.devices import start, synchronize
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
-from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.passes.base import Stage
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.planner.cost.measure import measure
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.testing import text

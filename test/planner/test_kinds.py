@@ -12,9 +12,9 @@ from random_graphs import Builder
 
 from torch_ext_bucketing.graph import collectives
 from torch_ext_bucketing.graph.collectives import COLLECTIVES, CollectiveType, is_collective
-from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Level, Machine
+from torch_ext_bucketing.planner.cost.measure import measure
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.plot import plot
 from torch_ext_bucketing.planner.schedule.timeline import Timeline

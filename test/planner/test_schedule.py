@@ -40,7 +40,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
-from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner
 from torch_ext_bucketing.bucketing.merge import apply_plan
@@ -50,6 +49,7 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
+from torch_ext_bucketing.graph.pause_gc import paused_gc
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.pin_order import pin_order
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine

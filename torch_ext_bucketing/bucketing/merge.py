@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from .._gc import paused_gc
 from .._torch.aot import mark_backward
 from .._torch.sorting import sort_topologically
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
+from ..graph.pause_gc import paused_gc
 from ..graph.records import Collective
 from ..graph.snapshot import reading_only, unchanged_on_error
 from ..graph.tags import set_member_tags

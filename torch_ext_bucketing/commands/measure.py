@@ -37,8 +37,8 @@ def add_parser(subparsers: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from ..measure import measure
     from ..planner.cost.machine import Machine
+    from ..planner.cost.measure import measure
 
     def say(text: str) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:

@@ -27,8 +27,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..._gc import paused_gc
 from ...fsdp.units import Units
+from ...graph.pause_gc import paused_gc
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
 from ..schedule.memory import within

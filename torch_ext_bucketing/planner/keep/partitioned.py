@@ -33,7 +33,6 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..._gc import paused_gc
 from ..._torch import aot as _aot
 from ...bucketing.plan import BucketPlanner, checked_plan
 from ...bucketing.units import ByUnit, unit_of
@@ -42,6 +41,7 @@ from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import is_collective, is_number, is_wait
 from ...graph.liveness import Storages
+from ...graph.pause_gc import paused_gc
 from ...graph.tags import tag_of
 from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs

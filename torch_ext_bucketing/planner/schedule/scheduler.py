@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import torch.fx as fx
 
-from ..._gc import paused_gc
 from ...errors import BoundNotKeptWarning
 from ...fsdp.all_to_all import SUM
 from ...graph.analysis import GraphAnalysis
 from ...graph.dependencies import Precedence
+from ...graph.pause_gc import paused_gc
 from ...graph.size_hints import GivenHints, SizeHints
 from ...graph.unwrap import GraphLike, graph_of
 from ...reports.schedule import ScheduleReport

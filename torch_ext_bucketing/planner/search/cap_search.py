@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.fx as fx
 
-from ..._gc import paused_gc
 from ...bucketing.all_to_all import reduce_by_all_to_all
 from ...bucketing.caps import ByCap, CapPlanner, check_cap
 from ...bucketing.merge import merge_buckets
@@ -43,6 +42,7 @@ from ...bucketing.plan import BucketPlanner, MergePlan, checked_plan
 from ...errors import BoundNotKeptWarning
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import group_name
+from ...graph.pause_gc import paused_gc
 from ...graph.snapshot import reading_only
 from ...reports.caps import CapsReport, TriedCaps
 from ...reports.schedule import ScheduleReport

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ._torch.process_groups import ranks_of
-from .graph.collectives import COLLECTIVES
-from .planner.cost.machine import Machine
+from ..._torch.process_groups import ranks_of
+from ...graph.collectives import COLLECTIVES
+from .machine import Machine
 
 _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU malloc reuses blocks of this size. It maps larger ones anew each time (M_MMAP_THRESHOLD is
