@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .recipes import recipe as recipe
     from .rewrites.match_fsdp2 import MatchFSDP2 as MatchFSDP2
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
+    from .tuning.tune import tune as tune
 
 __version__: str
 
@@ -72,6 +73,7 @@ _HOME = {
     "manual_plan": "fsdp.manual",
     "recipe": "recipes",
     "transformer_block_plan": "fsdp.blocks",
+    "tune": "tuning.tune",
 }
 _RENAMED = {
     "BucketUnits": "BucketByUnit",
