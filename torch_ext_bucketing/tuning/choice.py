@@ -64,14 +64,14 @@ Measured = tuple[Sequence[EstimateReport], float]
 KERNEL = "kernel"
 # The weight of a factor's distance from the common one, against a candidate's error: what the
 # measurements do not tell apart gets the same factor.
-_PULL = 0.02
+_PULL = 1e-4
 
 
 def fit_factors(measured: Sequence[Measured]) -> dict[str, float]:
     """Find one factor per kind that brings estimates near measured times.
 
     The sum of squared errors is minimized, in logarithms. A factor for all kinds comes first, then
-    a search in steps from 2 to 1.01 for one after the other.
+    a grid around it, then steps of 1.2 to 1.01.
 
     Returns:
         The factors of collectives by kind and of kernels (:data:`KERNEL`), which
@@ -88,15 +88,17 @@ def fit_factors(measured: Sequence[Measured]) -> dict[str, float]:
         found = sum(math.log(corrected_ms(es, factors) / ms) ** 2 for es, ms in measured)
         return found + _PULL * sum(math.log(f / common) ** 2 for f in factors.values())
 
-    least = error(factors)
-    for by in (2.0, 1.4, 1.1, 1.03, 1.01):
-        improved = True
-        while improved:
-            improved = False
-            for kind, factor in itertools.product(list(factors), (by, 1 / by)):
-                tried = {**factors, kind: factors[kind] * factor}
-                if (now := error(tried)) < least * (1 - 1e-6):
-                    factors, least, improved = tried, now, True
+    def moved(sizes: Sequence[float]) -> dict[str, float]:
+        """Return the best of ``factors`` times each combination of ``sizes``."""
+        moves = itertools.product(sizes, repeat=len(factors))
+        tried = ({k: factors[k] * by for k, by in zip(factors, m, strict=True)} for m in moves)
+        return min(tried, key=error)
+
+    # From a grid on: the error has several minima.
+    factors = moved([2.0 ** (i / 2) for i in (0, -1, 1, -2, 2, -3, 3)])
+    for by in (1.2, 1.05, 1.01):
+        while (better := moved((1.0, by, 1 / by))) != factors:
+            factors = better
     return factors
 
 

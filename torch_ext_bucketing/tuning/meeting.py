@@ -43,6 +43,7 @@ class Meeting:
         self.rank, self.size = 0, 1
         self.candidate = ""
         self._point = 0
+        self._stopped: TuningError | None = None
         if group is None or not groups.has_peers(group):
             return
         self.rank, self.size = group.rank(), group.size()
@@ -60,6 +61,8 @@ class Meeting:
         Raises:
             TuningError: on every rank: one did not come in time, or failed on its way.
         """
+        if self._stopped is not None:
+            raise self._stopped
         if self.size == 1:
             return [value]
         self._point += 1
@@ -84,23 +87,28 @@ class Meeting:
                 self._forget(n - 1)
                 return [v.decode() for v in values]
         except RuntimeError as error:  # c10d's own errors are RuntimeErrors
-            raise TuningError(
+            self._stopped = TuningError(
                 f"at {point}, candidate {self.candidate!r}: the store of the default process group "
                 f"can't be reached: {error}. Usually the process that hosts it, rank 0 or the "
                 "launcher, has ended: look at its output first",
                 self.candidate,
-            ) from error
+            )
+            raise self._stopped from error
         raise self._error(outcome)
 
-    def failed(self, error: Exception) -> TuningError:
+    def failed(self, error: Exception, where: str) -> TuningError:
         """Return what to raise for an error on the way to the next point; stop the other ranks."""
-        reason = self._reason(
-            f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank]
-        )
+        if self._stopped is not None:  # and the error came of that, such as from Dynamo
+            return self._stopped
+        text = f"rank {self.rank} failed {where}: {type(error).__name__}: {error}"
+        reason = self._reason(text, [self.rank])
         if self.size > 1:
             self._point += 1
             with contextlib.suppress(RuntimeError):
-                reason = self._decide(reason)
+                # A collective fails on this rank if a peer is late or gone.
+                others = [r for r in self._missing() if r != self.rank]
+                also = f" ({ranks_text(others)} did not get to that point, either)" * bool(others)
+                reason = self._decide(self._reason(text + also, [self.rank]))
         return self._error(reason)
 
     def _decide(self, outcome: str) -> str:
@@ -121,7 +129,8 @@ class Meeting:
                 self._store.add("seen", 1)
                 deadline = time.monotonic() + LINGER_S
                 poll(lambda: self._store.add("seen", 0) == self.size, deadline)
-        return TuningError(f"candidate {candidate!r}: {text}", candidate, ranks)
+        self._stopped = TuningError(f"candidate {candidate!r}: {text}", candidate, ranks)
+        return self._stopped
 
     def _forget(self, n: int) -> None:
         """Delete the keys of a point that all ranks have left."""

@@ -113,7 +113,8 @@ class Tuner:
     ) -> Callable[..., Any]:
         """Compile the graph of a frame by all candidates, or by the chosen one, for Dynamo."""
         self._compiled = True
-        if self._in_step and self._key is None:
+        is_first = self._in_step and self._key is None
+        if is_first:
             self._look_up(gm, example_inputs)
         names = list(self.candidates) if self.chosen is None else [self.chosen]
         versions = {
@@ -121,6 +122,8 @@ class Tuner:
             for name in names
         }
         self._versions.append(versions)
+        if is_first:  # no rank waits in a collective for one that could not compile
+            self._meeting.meet("the end of compiling")
 
         def run(*args: Any) -> Any:
             return versions[self._current](*args)
