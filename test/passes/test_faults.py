@@ -37,12 +37,14 @@ from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.planner.passes.estimate import Estimate
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
+from torch_ext_bucketing.tuning.candidates import TorchBuckets
 
 ODD: dict[str, Callable[[], fx.GraphModule]] = {}
 CAN_RUN: set[str] = set()
@@ -282,6 +284,8 @@ FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     "MergeAmax": lambda gm: run_pass(MergeAmax(), gm),
     "ReduceScatterFirst": lambda gm: run_pass(ReduceScatterFirst(), gm),
     "FixedOrderReduce": lambda gm: run_pass(teb.FixedOrderReduce(), gm),
+    "Estimate": lambda gm: run_pass(Estimate(), gm),
+    "TorchBuckets": lambda gm: run_pass(TorchBuckets(), gm),
     "SeparateGroups": lambda gm: run_pass(teb.SeparateGroups(init_device_mesh("cpu", (2,))), gm),
     "agree": agree,
 }

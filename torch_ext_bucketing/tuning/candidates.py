@@ -13,6 +13,7 @@ import torch.nn as nn
 from .._torch.buckets import bucket_fsdp
 from ..fsdp.blocks import transformer_block_plan
 from ..fsdp.units import UnitSpec
+from ..graph.snapshot import unchanged_on_error
 from ..graph.unwrap import GraphLike, graph_of
 from ..passes.all_to_all import FixedOrderReduce
 from ..passes.backends import BucketingBackend
@@ -38,7 +39,8 @@ class TorchBuckets(GraphPass):
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         gm = graph_of(graph).owning_module
         assert isinstance(gm, fx.GraphModule)
-        bucket_fsdp(gm)
+        with unchanged_on_error(gm.graph):
+            bucket_fsdp(gm)
 
 
 def candidates(
