@@ -44,7 +44,6 @@ from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
-from torch_ext_bucketing.tuning.candidates import TorchBuckets
 
 ODD: dict[str, Callable[[], fx.GraphModule]] = {}
 CAN_RUN: set[str] = set()
@@ -285,11 +284,10 @@ FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     "ReduceScatterFirst": lambda gm: run_pass(ReduceScatterFirst(), gm),
     "FixedOrderReduce": lambda gm: run_pass(teb.FixedOrderReduce(), gm),
     "Estimate": lambda gm: run_pass(Estimate(), gm),
-    "TorchBuckets": lambda gm: run_pass(TorchBuckets(), gm),
     "SeparateGroups": lambda gm: run_pass(teb.SeparateGroups(init_device_mesh("cpu", (2,))), gm),
     "agree": agree,
 }
-PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "FixedOrderReduce")
+PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "Estimate", "FixedOrderReduce")
 # Errors of the functions in PLANNERS; scheduling warns with the same text.
 RAISES = {
     "out_of_order": (

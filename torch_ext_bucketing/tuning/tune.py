@@ -117,10 +117,11 @@ class Tuner:
         if is_first:
             self._look_up(gm, example_inputs)
         names = list(self.candidates) if self.chosen is None else [self.chosen]
-        versions = {
-            name: compile_variant(self.candidates[name], gm, example_inputs, **kwargs)
-            for name in names
-        }
+        versions: dict[str, Callable[..., Any]] = {}
+        for name in names:
+            self._meeting.candidate = name  # for errors
+            versions[name] = compile_variant(self.candidates[name], gm, example_inputs, **kwargs)
+        self._meeting.candidate = self._current
         self._versions.append(versions)
         if is_first:  # no rank waits in a collective for one that could not compile
             self._meeting.meet("the end of compiling")
