@@ -42,7 +42,7 @@ class TuneReport(Report):
     Args:
         chosen: name of the candidate that was kept.
         candidates: in the given order.
-        steps: measured steps of each.
+        steps: measured steps of the chosen one; those that were not close have fewer.
         ranks: number of ranks.
         bound_bytes: the bound on what a rank holds; None: none.
         bits_depend: whether another choice gives other bits.
@@ -81,7 +81,7 @@ class TuneReport(Report):
             peak = size(c.peak_bytes) + ("" if c.fits else ", above the bound")
             rows.append([name, *map(ms, (c.step_ms, c.graphs_ms, c.estimated_ms, c.corrected_ms))])
             rows[-1] += [peak, size(c.estimated_bytes)]
-        about = f"medians of {self.steps} steps of the slowest of {self.ranks} rank(s)"
+        about = f"medians of up to {self.steps} steps of the slowest of {self.ranks} rank(s)"
         if self.from_cache:
             about = f"taken from an earlier run without measuring: {about}"
         if self.bound_bytes is not None:
