@@ -56,11 +56,11 @@ class Tuner:
     """A backend for ``torch.compile`` that tries ``candidates`` and keeps the fastest.
 
     Steps of :meth:`step` try one candidate each, in turn: one step that compiles and warms up, then
-    ``steps`` measured ones, and as many again for those within 10% of the fastest. The ranks
-    compare medians, where the slowest rank of a step counts, and all keep the fastest candidate
-    within ``memory``. The choice is stored in the folder
-    of Inductor's caches; a later start with the same graph, candidates and machine takes it without
-    measuring. A step in which some rank compiles is not counted.
+    ``steps`` measured ones, and as many again for those within 10% of the fastest. A step takes as
+    long as on its slowest rank; medians of it, over the other candidates' steps of the same round,
+    decide alike on all ranks. The fastest candidate within ``memory`` is kept. The choice is stored
+    in the folder of Inductor's caches; a later start with the same graph, candidates and machine
+    takes it without measuring. A step in which some rank compiles is not counted.
 
     Args:
         model: the sharded model, not compiled yet.
@@ -88,7 +88,7 @@ class Tuner:
         candidates: Mapping[str, str | Compiler] | None = None,
         *,
         compiler: Literal["aot_eager", "inductor"] = "inductor",
-        steps: int = 3,
+        steps: int = 5,
         memory: PeakMemory | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -214,12 +214,12 @@ class Tuner:
         """Compare figures with all ranks; choose, unless candidates need more steps."""
         figures = {name: mine[1:] for name, mine in self._figures.items()}
         ranks = [json.loads(text) for text in self._meeting.meet("the choice", json.dumps(figures))]
-        found = combine(ranks, self._bound)
+        found = combine(ranks, self._bound, self._running)
         if any(c.step_ms == math.inf for c in found):
             return  # ranks still compile: another round
         best = best_of(found)
-        close = [c.name for c in found if c.fits and c.step_ms <= _CLOSE * best.step_ms]
-        if len(close) > 1 and not self._again:
+        close = [c.name for c in found if c.fits and c.relative <= _CLOSE * best.relative]
+        if best.fits and len(close) > 1 and not self._again:
             self._running, self._again = close, True
             return
         estimates = {name: self._estimates(name) for name in self.candidates}
