@@ -60,7 +60,7 @@ class Tuner:
     long as on its slowest rank; medians of it, over the other candidates' steps of the same round,
     decide alike on all ranks. The fastest candidate within ``memory`` is kept. The choice is stored
     in the folder of Inductor's caches; a later start with the same graph, candidates and machine
-    takes it without measuring. A step in which some rank compiles is not counted.
+    takes it without measuring. A step that compiles something on any rank is not counted.
 
     Args:
         model: the sharded model, not compiled yet.
