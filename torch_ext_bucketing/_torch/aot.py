@@ -156,12 +156,15 @@ def compile_aot(
     *,
     joint: Callable[[fx.GraphModule], None],
     each: Callable[[fx.GraphModule], Callable[[Callable[..., Any]], Callable[..., Any]]],
+    prepare: Callable[[fx.GraphModule], Sequence[fx.Node]],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None,
 ) -> Callable[..., Any]:
     """Run AOTAutograd with the default partitioner.
 
     Args:
         joint: runs on the joint or the inference graph.
+        prepare: changes the forward, backward and inference graphs before ``each``; returns inputs
+            that it has added at the end.
         each: runs on the forward, backward and inference graphs, and returns a wrapper of the
             compiled graph.
         compiler: compiles these graphs; None runs them as they are.
@@ -178,6 +181,8 @@ def compile_aot(
         return default_partition(joint_gm, inputs, **kwargs)
 
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        added = [node.meta["val"] for node in prepare(graph)]
+        inputs = [*inputs, *added] if added else inputs
         wrap = each(graph)
         graph.recompile()
         make: Any = boxed_nop if compiler is None else compiler

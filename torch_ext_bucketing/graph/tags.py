@@ -19,6 +19,7 @@ _TAG_KEY = "bucketing_tag"
 _MEMBERS_KEY = "bucketing_member_tags"
 _HOME_KEY = "bucketing_home_group"
 _REPLACES_KEY = "bucketing_replaces"
+_UPDATES_KEY = "bucketing_updates"
 _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
 
 
@@ -77,6 +78,16 @@ def home_group(start: fx.Node) -> str:
     It differs from the collective's own group for an all-gather in a smaller group.
     """
     return _noted(start, _HOME_KEY) or group_name(start)
+
+
+def set_updates(node: fx.Node, fqns: Sequence[str]) -> None:
+    """Tag a node that updates parameters."""
+    _note(node, _UPDATES_KEY, tuple(fqns))
+
+
+def updates_of(node: fx.Node) -> tuple[str, ...]:
+    """List the parameters that a node updates."""
+    return _noted(node, _UPDATES_KEY) or ()
 
 
 def mark_replaced(start: fx.Node) -> None:

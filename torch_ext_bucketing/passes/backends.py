@@ -36,7 +36,7 @@ from ..reports.compile import CompileReport
 from .base import GraphPass, Stage
 from .cache_key import describe, digest, log_no_uuid
 from .code import code_of_fields
-from .compilation import Compilation
+from .compilation import Compilation, Extension
 from .facts import Order, last_fact
 from .pin_order import pin_order
 from .pipeline import Pipeline
@@ -122,6 +122,7 @@ class BucketingBackend:
             frame=_dynamo_inputs.frame_number(),
             size_hints=self.size_hints,
             model=self.model,
+            extension=self._extension(),
         )
         self.reports.append(compilation.report)
         group = default_group()
@@ -155,20 +156,40 @@ class BucketingBackend:
         compilation: Compilation,
         agrees: bool,
     ) -> Callable[..., Any]:
+        extension, extended = compilation.extension, set[fx.Graph]()
+
+        def prepare(graph: fx.GraphModule) -> list[fx.Node]:
+            if extension is None:
+                return []
+            inputs = extension.append(graph.graph, compilation.input_fqns)
+            extended.update([graph.graph] if inputs else ())
+            return inputs
+
         def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             launches_after = _run_each(self.pipeline, graph, compilation)
-            if not agrees:
-                return lambda run: run
-            launches = launches_after()
-            return lambda run: before_first_run(run, launches, self.agree_timeout)
+            launches = launches_after() if agrees else None
+
+            def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+                if launches is not None:
+                    run = before_first_run(run, launches, self.agree_timeout)
+                if extension is not None and graph.graph in extended:
+                    run = with_more_inputs(run, extension.values)
+                return run
+
+            return wrap
 
         return _aot.compile_aot(
             gm,
             example_inputs,
             joint=lambda graph: self.pipeline.run("joint", graph, compilation),
+            prepare=prepare,
             each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
+
+    def _extension(self) -> Extension | None:
+        """Return what adds nodes to the graphs of a new compile."""
+        return None
 
     def __repr__(self) -> str:
         """Return the code that makes the backend, without arguments that have their defaults."""
@@ -271,6 +292,19 @@ def _run_each(
     buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
     planned_with = passes.planned_with(compilation)
     return lambda: launches_of(g, _aot.stage_of(g), buckets, planned_with)
+
+
+def with_more_inputs(
+    compiled: Callable[..., Any], values: Callable[[], Sequence[Any]]
+) -> Callable[..., Any]:
+    """Wrap a boxed function to get ``values()`` after its arguments."""
+
+    def run(args: list[Any]) -> Any:
+        args.extend(values())
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 backend = BucketingBackend

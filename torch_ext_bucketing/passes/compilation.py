@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.fx as fx
@@ -38,6 +39,19 @@ class Choice:
     limit_bytes: int | None = None
 
 
+class Extension(Protocol):
+    """Adds nodes to the graphs after the partitioner."""
+
+    def append(self, graph: fx.Graph, fqn_of: FqnOf | None) -> list[fx.Node]:
+        """Add nodes before the passes run; return new inputs, which stand after the others."""
+
+    def merged(self, graph: fx.Graph) -> None:
+        """Change added nodes once collectives are merged, before nodes are ordered."""
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the values of the new inputs, before each run of the graph that has them."""
+
+
 @dataclass
 class Compilation:
     """One compile.
@@ -52,6 +66,7 @@ class Compilation:
         tagged: number of collectives of the joint graph with a tag.
         choice: set by ``ReshardAfterForward("auto")``.
         baseline: memory of the current graph, set by the pipeline.
+        extension: adds nodes to the graphs after the partitioner.
     """
 
     input_fqns: FqnOf | None = None
@@ -64,6 +79,7 @@ class Compilation:
     tagged: int = 0
     choice: Choice | None = None
     baseline: Baseline = field(default_factory=Baseline)
+    extension: Extension | None = None
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
     _uncovered: set[str] = field(default_factory=set)
@@ -77,6 +93,12 @@ class Compilation:
                 g, self.size_hints, external_live_bytes=self.baseline.external_live_bytes
             )
         return self._analysis
+
+    def complete(self, graph: GraphLike) -> None:
+        """Call :meth:`Extension.merged`; calling it again changes nothing."""
+        if self.extension is not None:
+            self.extension.merged(graph_of(graph))
+            self.changed()
 
     def changed(self) -> None:
         """Drop the analysis, because a pass may have changed the graph."""

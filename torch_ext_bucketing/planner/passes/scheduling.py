@@ -71,6 +71,7 @@ class Schedule(GraphPass):
         compilation: Compilation,
         searched: Searched | None = None,
     ) -> None:
+        compilation.complete(graph)
         report = schedule(
             graph_of(graph),  # the module is recompiled once, after all passes
             self._bounded(compilation),
