@@ -128,6 +128,10 @@ class BucketingBackend:
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         is_fresh = agrees and _dynamo_inputs.is_first_compile()
+
+        def extend(graph: fx.GraphModule) -> tuple[list[Any], _aot.Wrap]:
+            return _extended(graph, compilation)
+
         if self.compiler == "inductor":
             meshes = _caches.meshes_in(example_inputs)
             compiled = compile_inductor(
@@ -140,9 +144,10 @@ class BucketingBackend:
                 cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
                 prefetch=self.prefetch,
                 meshes=meshes,
+                extend=extend if compilation.extension else None,
             )
         else:
-            compiled = self._compile_aot(gm, example_inputs, compilation, agrees)
+            compiled = self._compile_aot(gm, example_inputs, compilation, agrees, extend)
         if is_fresh:
             compiled = as_fresh_frame(compiled)
         for p in (*self.pipeline.forward_backward, *self.pipeline.joint):
@@ -155,34 +160,20 @@ class BucketingBackend:
         example_inputs: Sequence[Any],
         compilation: Compilation,
         agrees: bool,
+        extend: Callable[[fx.GraphModule], tuple[list[Any], _aot.Wrap]],
     ) -> Callable[..., Any]:
-        extension, extended = compilation.extension, set[fx.Graph]()
-
-        def prepare(graph: fx.GraphModule) -> list[fx.Node]:
-            if extension is None:
-                return []
-            inputs = extension.append(graph.graph, compilation.input_fqns)
-            extended.update([graph.graph] if inputs else ())
-            return inputs
-
-        def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def each(graph: fx.GraphModule) -> _aot.Wrap:
             launches_after = _run_each(self.pipeline, graph, compilation)
-            launches = launches_after() if agrees else None
-
-            def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-                if launches is not None:
-                    run = before_first_run(run, launches, self.agree_timeout)
-                if extension is not None and graph.graph in extended:
-                    run = with_more_inputs(run, extension.values)
-                return run
-
-            return wrap
+            if not agrees:
+                return lambda run: run
+            launches = launches_after()
+            return lambda run: before_first_run(run, launches, self.agree_timeout)
 
         return _aot.compile_aot(
             gm,
             example_inputs,
             joint=lambda graph: self.pipeline.run("joint", graph, compilation),
-            prepare=prepare,
+            extend=extend,
             each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
@@ -294,17 +285,22 @@ def _run_each(
     return lambda: launches_of(g, _aot.stage_of(g), buckets, planned_with)
 
 
-def with_more_inputs(
-    compiled: Callable[..., Any], values: Callable[[], Sequence[Any]]
-) -> Callable[..., Any]:
-    """Wrap a boxed function to get ``values()`` after its arguments."""
+def _extended(graph: fx.GraphModule, compilation: Compilation) -> tuple[list[Any], _aot.Wrap]:
+    """Extend a graph; return fake tensors for its new inputs, and what gives it their values."""
+    extension = compilation.extension
+    inputs = extension.append(graph.graph, compilation.input_fqns) if extension else []
+    if extension is None or not inputs:
+        return [], lambda compiled: compiled
 
-    def run(args: list[Any]) -> Any:
-        args.extend(values())
-        return compiled(args)
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(args: list[Any]) -> Any:
+            args.extend(extension.values())
+            return compiled(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return [node.meta["val"] for node in inputs], wrap
 
 
 backend = BucketingBackend

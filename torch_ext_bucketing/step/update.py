@@ -31,11 +31,11 @@ from .._torch.sharded import shard_of
 from ..fsdp.tag_graph import gradients_of, named_inputs
 from ..graph.collectives import is_wait
 from ..graph.tags import set_updates, updates_of
-from .norm import Norm
+from .norm import NORMS, NOT_FINITE, Norm
 from .rules import BY_NAME, UPDATE, Rule, rule_of, state_of
 
 _aten = torch.ops.aten
-_LISTS = (UPDATE, _aten._foreach_norm.Scalar, _aten._foreach_mul_.Tensor)
+_LISTS = (UPDATE, NORMS, _aten._foreach_mul_.Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +167,7 @@ class _Appending:
         self.call(_aten.copy_.default, kept, total)
         skip = None
         if norm.skip:
-            finite = self.call(_aten.isfinite.default, total)
-            skip = self.call(_aten.logical_not.default, finite)
-            skip = self.call(_aten._to_copy.default, skip, dtype=torch.float32)
+            skip = self.call(NOT_FINITE, total)
         return norm.coefficient(self.call, total), skip
 
     def _update(self, gradients: dict[Trained, fx.Node], skip: fx.Node | None) -> None:
