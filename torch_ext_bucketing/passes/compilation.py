@@ -22,6 +22,7 @@ from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.unwrap import GraphLike, graph_of
 from ..reports.compile import CompileReport
+from ..reports.rewrites import RewriteReport
 from .facts import Baseline, Fact
 
 
@@ -45,8 +46,16 @@ class Extension(Protocol):
     def append(self, graph: fx.Graph, fqn_of: FqnOf | None) -> list[fx.Node]:
         """Add nodes before the passes run; return new inputs, which stand after the others."""
 
-    def merged(self, graph: fx.Graph) -> None:
-        """Change added nodes once collectives are merged, before nodes are ordered."""
+    def merged(self, graph: fx.Graph) -> RewriteReport | None:
+        """Change added nodes once collectives are merged, before nodes are ordered.
+
+        Returns:
+            What was added; None if that is no news.
+        """
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of new inputs that no other graph knows of."""
 
     def values(self) -> list[torch.Tensor]:
         """Return the values of the new inputs, before each run of the graph that has them."""
@@ -97,8 +106,10 @@ class Compilation:
     def complete(self, graph: GraphLike) -> None:
         """Call :meth:`Extension.merged`; calling it again changes nothing."""
         if self.extension is not None:
-            self.extension.merged(graph_of(graph))
-            self.changed()
+            report = self.extension.merged(graph_of(graph))
+            if report is not None:
+                self.report.rewrites.append(report)
+                self.changed()
 
     def changed(self) -> None:
         """Drop the analysis, because a pass may have changed the graph."""

@@ -38,12 +38,14 @@ class Rule:
         numbers: entries of a group that are read before every step; a pair has several numbers.
         options: entries of a group that choose the kernels.
         state: names of the tensors of a parameter's state for a group, in the operator's order.
+        copies: how many copies of the parameters' bytes the kernels allocate for a group.
         run: calls the function of ``torch.optim``.
     """
 
     numbers: tuple[str, ...]
     options: tuple[str, ...]
     state: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    copies: Callable[[Mapping[str, Any]], int]
     run: Callable[..., None]
 
     def numbers_of(self, group: Mapping[str, Any]) -> list[float]:
@@ -69,6 +71,12 @@ class Rule:
 
 def _adam_state(group: Mapping[str, Any]) -> tuple[str, ...]:
     return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+
+def _adam_copies(group: Mapping[str, Any]) -> int:
+    """Count the denominator, and gradients that are negated or decayed."""
+    decays = group["weight_decay"] and not group.get("decoupled_weight_decay")
+    return 0 if group["fused"] else 1 + int(bool(group["maximize"] or decays))
 
 
 def _run_adam(
@@ -103,6 +111,12 @@ def _run_adam(
 
 def _sgd_state(group: Mapping[str, Any]) -> tuple[str, ...]:
     return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _sgd_copies(group: Mapping[str, Any]) -> int:
+    """Count gradients that are negated or decayed, and those of Nesterov's momentum."""
+    changed = bool(group["maximize"] or group["weight_decay"] or group["nesterov"])
+    return 0 if group["fused"] else int(changed)
 
 
 def _run_sgd(
@@ -141,12 +155,14 @@ _ADAM = Rule(
     ("lr", "betas", "eps", "weight_decay"),
     ("amsgrad", "maximize", "foreach", "capturable", "fused", "decoupled_weight_decay"),
     _adam_state,
+    _adam_copies,
     _run_adam,
 )
 _SGD = Rule(
     ("lr", "momentum", "dampening", "weight_decay"),
     ("nesterov", "maximize", "foreach", "fused"),
     _sgd_state,
+    _sgd_copies,
     _run_sgd,
 )
 RULES: dict[type, str] = {

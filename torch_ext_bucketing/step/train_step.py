@@ -32,7 +32,8 @@ class _StepBackend(BucketingBackend):
     epilogues: list[Epilogue] = field(default_factory=list)
 
     def _extension(self) -> Extension | None:
-        assert self.epilogue is not None
+        if self.epilogue is None:
+            return None
         self.epilogues.append(self.epilogue())
         return self.epilogues[-1]
 
@@ -52,12 +53,13 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         loss: Loss,
         norm: Norm | None,
-        make_backend: Callable[[Callable[[], Epilogue]], _StepBackend],
+        make_backend: Callable[[Callable[[], Epilogue] | None], _StepBackend],
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.total_norm: torch.Tensor | None = None
         self._loss, self._norm, self._make_backend = loss, norm, make_backend
         self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
+        self._accumulating: Loss | None = None
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
         if rule_of(optimizer) is None:
             warnings.warn(
@@ -100,6 +102,19 @@ class TrainStep:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler
         return loss.detach()
 
+    def accumulate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Add the gradients of a microbatch to ``grad``, reduced; return its loss, detached.
+
+        The next step adds its own, and updates. Arguments are those of a step.
+        """
+        if self._accumulating is None:
+            backend = self._make_backend(None)
+            self._accumulating = torch.compile(self._loss, backend=backend, fullgraph=True)
+        with torch.enable_grad():
+            loss = self._accumulating(self.model, *args, **kwargs)
+        loss.backward()
+        return loss.detach()
+
     def _compiled(self) -> tuple[_StepBackend, Loss]:
         """Return what runs a step with the optimizer's present options."""
         name, groups = rule_of(self.optimizer), self.optimizer.param_groups
@@ -116,7 +131,7 @@ class TrainStep:
         groups = self.optimizer.param_groups if rule_of(self.optimizer) else []
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
         trained = {
-            fqn: Trained(fqn, p, place, group_of.get(p))
+            fqn: Trained(fqn, p, place, group_of.get(p, -1))
             for place, (fqn, p) in enumerate(self._parameters)
         }
         return Epilogue(trained, self.optimizer, self._norm, accumulated)
@@ -200,7 +215,7 @@ def train_step(
     chosen = tuple(recipe(model) if passes is None else passes)
     norm = None if max_norm is None else Norm(float(max_norm), float(norm_type), skip_nonfinite)
 
-    def make_backend(epilogue: Callable[[], Epilogue]) -> _StepBackend:
+    def make_backend(epilogue: Callable[[], Epilogue] | None) -> _StepBackend:
         return _StepBackend(compiler, chosen, model, epilogue=epilogue, **options)
 
     return TrainStep(model, optimizer, loss, norm, make_backend)

@@ -16,7 +16,7 @@ After buckets are merged, :func:`group_by_bucket` joins the nodes of each bucket
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +27,11 @@ import torch.nn as nn
 
 from .._torch.aot import mark_backward, stage_of
 from .._torch.descriptors import as_buffer, as_parameter
-from .._torch.sharded import shard_of
+from .._torch.sharded import shard_of, sharded_dims
 from ..fsdp.tag_graph import gradients_of, named_inputs
 from ..graph.collectives import is_wait
-from ..graph.tags import set_updates, updates_of
+from ..graph.tags import buffer_bytes, set_updates, updates_of
+from ..reports.step import StepReport
 from .norm import NORMS, NOT_FINITE, Norm
 from .rules import BY_NAME, UPDATE, Rule, rule_of, state_of
 
@@ -44,13 +45,13 @@ class Trained:
 
     Args:
         place: its place among all trained parameters of the model, in their order.
-        group: the number of its group in the optimizer; None: its gradient stays an output.
+        group: the number of its group in the optimizer; -1: its gradient stays an output.
     """
 
     fqn: str
     parameter: nn.Parameter
     place: int
-    group: int | None
+    group: int = -1
 
 
 @dataclass(eq=False)
@@ -70,7 +71,9 @@ class Epilogue:
     accumulated: frozenset[str] = frozenset()
     total_norm: torch.Tensor | None = None
     updated: list[Trained] = field(default_factory=list)
+    gradients: list[Trained] = field(default_factory=list)
     ran: bool = False
+    _reported: bool = False
     rule_name: str = field(init=False)
     _shards: dict[str, fx.Node] = field(default_factory=dict)
     _inputs: list[Callable[[], torch.Tensor]] = field(default_factory=list)
@@ -92,12 +95,33 @@ class Epilogue:
             for value, fqn in gradients_of(graph, fqn_of)
             if fqn in self.trained
         ]
-        found.sort(key=lambda each: each[1].place)
         return _Appending(self, graph, found).run() if found else []
 
-    def merged(self, graph: fx.Graph) -> None:
+    def merged(self, graph: fx.Graph) -> StepReport | None:
         """Join the nodes of each bucket."""
         group_by_bucket(graph)
+        reported, self._reported = self._reported, bool(self.updated)
+        if reported or not self.updated:
+            return None
+        updates = [n for n in graph.nodes if n.target is UPDATE]
+        reductions = None
+        if self.norm is not None:
+            reductions = sum(map(len, {sharded_dims(p.parameter) for p in self.gradients}))
+        return StepReport(
+            gradients=len(self.gradients),
+            updates=tuple(map(updates_of, updates)),
+            norm_kernels=sum(n.target is NORMS for n in graph.nodes),
+            norm_reductions=reductions,
+            state_bytes=self.extra_bytes,
+            buffer_bytes=max(map(buffer_bytes, updates), default=0),
+        )
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the optimizer's state, and of gradients of earlier microbatches."""
+        state = sum(t.nbytes for of in self._states.values() for t in of)
+        earlier = (shard_of(self.trained[fqn].parameter) for fqn in self.accumulated)
+        return state + sum(p.nbytes for p in earlier)
 
     def values(self) -> list[torch.Tensor]:
         """Return the values of the new inputs for a step, after making state that is missing."""
@@ -106,6 +130,10 @@ class Epilogue:
         fresh, self._new = self._new, set()
         self._fresh = torch.tensor([fqn in fresh for fqn in self.trained])
         return [read() for read in self._inputs]
+
+    def state(self, fqn: str, k: int) -> torch.Tensor:
+        """Return one of the tensors of a parameter's state, as :meth:`read_state` found it."""
+        return self._states[fqn][k]
 
     def read_state(self) -> None:
         """Look up the state of all parameters, which a checkpoint may have replaced."""
@@ -122,6 +150,10 @@ class Epilogue:
         return BY_NAME[self.rule_name]
 
 
+def _gradient_of(p: Trained) -> torch.Tensor:
+    return shard_of(p.parameter.grad)
+
+
 class _Appending:
     """One call of :meth:`Epilogue.append`."""
 
@@ -132,35 +164,43 @@ class _Appending:
         self.output = next(iter(reversed(graph.nodes)))
         self.inputs: list[fx.Node] = []
         self.made: list[fx.Node] = []
-        self.last = graph.find_nodes(op="placeholder")[-1]
+        self.given = {n.name: n for n in graph.find_nodes(op="placeholder")}
+        self.last = list(self.given.values())[-1]
         self.mode = found[0][0].meta["val"].fake_mode
 
     def run(self) -> list[fx.Node]:
-        self.epilogue.updated = [p for _, p in self.found if p.group is not None]
-        self.epilogue.read_state()
+        epilogue = self.epilogue
         with self.graph.inserting_before(self.output):
             gradients = self._gradients()
-            coefficient, skip = self._clip(list(gradients.values()))
+            epilogue.gradients = list(gradients)
+            epilogue.updated = [p for p in gradients if p.group >= 0]
+            epilogue.read_state()
+            coefficient, skip = self._clip(gradients)
             for gradient in gradients.values() if coefficient is not None else ():
                 self.call(_aten._foreach_mul_.Tensor, [gradient], coefficient)
-            self._update(gradients, skip)
+            shards = self._update(gradients, skip)
+        # AOTAutograd expects gradients. The step drops these, which take no memory.
+        dropped = {value: shards[p] for value, p in self.found if p in shards}
+        self.output.args = fx.map_arg(self.output.args, lambda n: dropped.get(n, n))
         mark_backward(self.made)
         return self.inputs
 
     def _gradients(self) -> dict[Trained, fx.Node]:
-        found = {}
-        for value, p in self.found:
-            if p.fqn in self.epilogue.accumulated:
-                earlier = self._input(f"{p.fqn}.grad", lambda p=p: shard_of(p.parameter.grad))
-                value = self.call(_aten.add_.Tensor, earlier, value)
-            found[p] = value
-        return found
+        """Return the gradients, added to those of earlier microbatches, in the model's order."""
+        found = {p: value for value, p in self.found}
+        for fqn in sorted(self.epilogue.accumulated):
+            p = self.epilogue.trained[fqn]
+            earlier = self._input(f"{fqn}.grad", functools.partial(_gradient_of, p))
+            value = found.get(p)
+            found[p] = earlier if value is None else self.call(_aten.add_.Tensor, earlier, value)
+        return dict(sorted(found.items(), key=lambda each: each[0].place))
 
-    def _clip(self, gradients: list[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
+    def _clip(self, gradients: dict[Trained, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
         norm = self.epilogue.norm
         if norm is None:
             return None, None
-        total = norm.append(self.call, gradients, [p.parameter for _, p in self.found])
+        parameters = [p.parameter for p in gradients]
+        total = norm.append(self.call, list(gradients.values()), parameters)
         value = total.meta["val"]
         self.epilogue.total_norm = torch.zeros((), dtype=value.dtype, device=value.device)
         kept = self._input("total_norm", lambda: self.epilogue.total_norm)  # type: ignore[arg-type,return-value]
@@ -170,30 +210,29 @@ class _Appending:
             skip = self.call(NOT_FINITE, total)
         return norm.coefficient(self.call, total), skip
 
-    def _update(self, gradients: dict[Trained, fx.Node], skip: fx.Node | None) -> None:
+    def _update(
+        self, gradients: dict[Trained, fx.Node], skip: fx.Node | None
+    ) -> dict[Trained, fx.Node]:
+        """Append an update per parameter; return the inputs with their shards."""
         epilogue, rule = self.epilogue, self.epilogue.rule
         groups = dict.fromkeys(p.group for p in epilogue.updated)
         numbers = {group: self._numbers(group) for group in groups}
         fresh = None
-        if any(epilogue._states[p.fqn] for p in epilogue.updated) and epilogue.rule_name == "sgd":
+        if any(epilogue._states.values()) and epilogue.rule_name == "sgd":
             fresh = self._input("fresh", lambda: epilogue._fresh)
-        shards: dict[fx.Node, fx.Node] = {}
-        for value, p in self.found:
-            if p.group is None:
-                continue
+        shards = {}
+        for p in epilogue.updated:
             group = epilogue.optimizer.param_groups[p.group]
-            shards[value] = shard = self._shard(p)
+            shards[p] = shard = self._shard(p)
             state = [
-                self._input(f"{p.fqn}.{name}", lambda p=p, k=k: epilogue._states[p.fqn][k])
+                self._input(f"{p.fqn}.{name}", functools.partial(epilogue.state, p.fqn, k))
                 for k, name in enumerate(rule.state(group))
             ]
             given = (*numbers[p.group], skip, fresh, [p.place], epilogue.rule_name)
-            node = self.call(
-                UPDATE, [shard], [gradients[p]], state, *given, rule.options_of(group)
-            )
-            set_updates(node, (p.fqn,))
-        # AOTAutograd expects gradients. The step drops these, which take no memory.
-        self.output.args = fx.map_arg(self.output.args, lambda n: shards.get(n, n))
+            node = self.call(UPDATE, [shard], [gradients[p]], state, *given, rule.options_of(group))
+            nbytes = rule.copies(group) * shard_of(p.parameter).nbytes
+            set_updates(node, (p.fqn,), nbytes)
+        return shards
 
     def _numbers(self, group: int) -> tuple[fx.Node, fx.Node | None]:
         groups, rule = self.epilogue.optimizer.param_groups, self.epilogue.rule
@@ -208,13 +247,14 @@ class _Appending:
 
     def _shard(self, p: Trained) -> fx.Node:
         """Return the input with a parameter's shard, a new one if the graph does not read it."""
-        forward = self.epilogue._shards[p.fqn]
-        for node in self.graph.find_nodes(op="placeholder"):
-            if node.name == forward.name:
-                return node
+        forward = self.epilogue._shards.get(p.fqn)
+        if forward is not None and forward.name in self.given:
+            return self.given[forward.name]
         node = self._input(p.fqn, lambda: shard_of(p.parameter))
-        # The same fake tensor: what forward saved may be a view of it.
-        node.meta |= {"desc": as_parameter(p.fqn), "val": forward.meta["val"]}
+        node.meta["desc"] = as_parameter(p.fqn)
+        if forward is not None:
+            # The same fake tensor: what forward saved may be a view of it.
+            node.meta["val"] = forward.meta["val"]
         return node
 
     def _input(self, name: str, read: Callable[[], torch.Tensor]) -> fx.Node:
@@ -265,7 +305,11 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         for i, a in enumerate(last.args)
     )
     last.args = args
-    set_updates(last, [fqn for m in members for fqn in updates_of(m)])
+    if last.target is UPDATE:
+        fqns = [fqn for m in members for fqn in updates_of(m)]
+        # One tensor after the other takes the buffers of the largest.
+        together = max if "foreach=0" in last.args[-1].split() else sum  # type: ignore[union-attr]
+        set_updates(last, fqns, together(map(buffer_bytes, members)))
     if last.meta["val"] is not None:
         last.meta["val"] = [v for m in members for v in m.meta["val"]]
     at = last
