@@ -139,10 +139,21 @@ class Epilogue:
         """Look up the state of all parameters, which a checkpoint may have replaced."""
         for p in self.updated:
             group = self.optimizer.param_groups[p.group]
-            tensors, new = state_of(self.optimizer, group, p.parameter, self.rule.state(group))
+            names = self.rule.state(group)
+            tensors, new = state_of(self.optimizer, group, p.parameter, names)
+            self._check(p, names, tensors)
             self._states[p.fqn] = [shard_of(t) for t in tensors]
             if new:
                 self._new.add(p.fqn)
+
+    def _check(self, p: Trained, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        for name, was, now in zip(names, self._states.get(p.fqn, tensors), tensors, strict=True):
+            if was.dtype != now.dtype:
+                raise ValueError(
+                    f"{name} of {p.fqn} is {now.dtype}, and the step was compiled for {was.dtype}: "
+                    "a checkpoint or other code has replaced the optimizer's state. Cast it, or "
+                    "make a new train_step()"
+                )
 
     @property
     def rule(self) -> Rule:
@@ -178,7 +189,7 @@ class _Appending:
             coefficient, skip = self._clip(gradients)
             for gradient in gradients.values() if coefficient is not None else ():
                 self.call(_aten._foreach_mul_.Tensor, [gradient], coefficient)
-            shards = self._update(gradients, skip)
+            shards = self._update(gradients, skip) if epilogue.updated else {}
         # AOTAutograd expects gradients. The step drops these, which take no memory.
         dropped = {value: shards[p] for value, p in self.found if p in shards}
         self.output.args = fx.map_arg(self.output.args, lambda n: dropped.get(n, n))
