@@ -225,8 +225,10 @@ def _steps() -> Iterator[Row]:
     yield Row("step/clip/inductor", "llama", backend="inductor", **clipped)
     yield Row("step/clip/fp32", "llama", dtype="fp32", **clipped)
     yield Row("step/clip/accumulate", "llama", microbatches=3, **clipped)
+    yield Row("step/clip/hf_qwen3", "hf_qwen3", layers=1, **clipped)
+    # Norms are parameters of the whole mesh only with sequence parallelism.
     tensor = {**_TENSOR, **clipped, "mesh": (2, 2)}
-    yield Row("step/clip/fsdp2_tp2", tensor="module", **tensor)
+    yield Row("step/clip/fsdp2_tp2_sp", tensor="module+sequence", **tensor)
 
 
 _OPTIMIZERS = ("adamw", "adamw_fused", "adamw_single", "adam", "sgd")
