@@ -193,11 +193,15 @@ def test_one_update_per_bucket_follows_its_reduction(model):
     assert sorted(f for n in updates for f in updates_of(n)) == sorted(
         name for name, _ in model.named_parameters()
     )
-    waits = [i for i, n in enumerate(nodes) if is_wait(n) and kind_of(n.args[0]) == "reduce_scatter"]
+    waits = [
+        i for i, n in enumerate(nodes) if is_wait(n) and kind_of(n.args[0]) == "reduce_scatter"
+    ]
     assert nodes.index(updates[0]) < waits[-1]
     output = nodes[-1]
     assert all(n.op == "placeholder" for n in output.all_input_nodes)
-    state = sum(t.to_local().nbytes for s in step.optimizer.state.values() for t in list(s.values())[1:])
+    state = sum(
+        t.to_local().nbytes for s in step.optimizer.state.values() for t in list(s.values())[1:]
+    )
     assert 0 <= report.state_bytes - state <= 8 * report.gradients  # and the counters of steps
     assert "6 calls" in report.to_text()
 

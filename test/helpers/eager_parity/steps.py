@@ -3,6 +3,7 @@
 After every step, weights, optimizer state and the gradients' norm are compared.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,12 +104,13 @@ class StepRuns(Runs):
             for part in range(self.row.microbatches - 1):
                 planned.accumulate(*self.batch(first + part))
             loss = planned(*self.batch(first + self.row.microbatches - 1))
+            if number == 0 and payloads is not None:
+                report.before, report.after = copy.deepcopy((tally.before, tally.after))
             return loss, planned.total_norm
 
         unlike = report.digests["eager"] if payloads is None else None
         report.ran(name, self._run(model, optimizer, step, self.steps, unlike=unlike))
         if payloads is not None:
-            report.before, report.after = tally.before, tally.after
             report.look(planned.backend.reports, self.row.graphs)
             if self.row.layout:
                 report.layout_differences += compare_layout(planned.backend, payloads)
