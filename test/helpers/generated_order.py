@@ -165,6 +165,5 @@ def fake_gpu() -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x))
         )
-        driver.set_active(target)
-        stack.callback(driver.reset_active)
+        stack.enter_context(mock.patch.object(driver, "_active", target))
         yield
