@@ -55,12 +55,6 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         ":",
         "TestMergeAfterMerge",
     ),
-    "see no path from the bucket": (
-        BUCKETING,
-        "if cur_reached & bits[node] or ",
-        "if ",
-        "TestMergeAfterMerge",
-    ),
     "keep the paths of a full bucket": (
         BUCKETING,
         "                cur_bits = cur_reached = 0\n",
