@@ -133,6 +133,15 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
             act = all_reduce(act * f.sum(), tp)
         return [reduce_scatter(f * act, dp) for f in reversed(full)]
 
+    def recomputed(*xs):
+        """Gather, read and scatter by layers, so that readers stay ahead of merged gathers."""
+        act, grads = torch.ones(()), []
+        for x in xs:
+            full = all_gather(x, dp)
+            act = all_reduce(act * full.sum(), tp)
+            grads.append(reduce_scatter(full * act, dp))
+        return grads
+
     def uneven_copy(x, y):
         """Copy what is gathered on one rank, as for a short shard."""
         first = all_gather(x, dp)
@@ -153,6 +162,7 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
         "dependent": (dependent, fp32),
         "scatters_need_gathers": (scatters_need_gathers, fp32[:2]),
         "layers": (layers, fp32),
+        "recomputed": (recomputed, fp32),
         "uneven_copy": (uneven_copy, fp32[:2]),
         "uneven_with_writes": uneven_step(rank, dp),
     }
@@ -200,6 +210,9 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
         fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 0.001)
         stable_topological_sort(gm.graph)  # as the overlap scheduler does
 
+    def pre_bucket_unsorted(gm: fx.GraphModule) -> None:
+        fsdp.pre_bucket_fsdp_collectives(gm, "default", 0.001)
+
     def manual(gm: fx.GraphModule) -> None:
         for i, node in enumerate(gm.graph.nodes):
             layer = f"layers.{i * 3 // len(gm.graph.nodes)}"
@@ -216,6 +229,7 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
         "coalesced": greedy("coalesced", lambda _: 100.0),
         "fsdp": fsdp_passes,
         "pre_bucket": pre_bucket,
+        "pre_bucket_unsorted": pre_bucket_unsorted,
         "overlap": overlap,
         "manual": manual,
     }
