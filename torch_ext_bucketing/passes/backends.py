@@ -215,9 +215,9 @@ class _InductorPass(CustomGraphPass):
             self._passes.run("joint", graph, self._compilation)
             return
         report = self._compilation.report
-        graphs, schedules = len(report.graphs), len(report.schedules)
+        done = len(report.graphs), len(report.schedules), len(report.estimates)
         launches_after = _run_each(self._passes, graph, self._compilation)
-        self._made = report.since(graphs, schedules)
+        self._made = report.since(*done)
         launches = launches_after()
         _warn_of_group_names(launches)
         if self._agrees:

@@ -77,12 +77,13 @@ class Costs:
             )
             dtype = next((t.dtype for t in values), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
-            ms = max(ms, self._flops(node) / rate * 1e3)
+            ms = max(ms, self._flops(node) / rate * 1e3 * self._factor("kernel"))
         return ms
 
     def kernel(self, nbytes: int) -> float:
         """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""
-        return max(nbytes / self.machine.bandwidth * 1e3, self.machine.kernel_ms)
+        ms = max(nbytes / self.machine.bandwidth * 1e3, self.machine.kernel_ms)
+        return ms * self._factor("kernel")
 
     def copy(self, nbytes: int) -> float:
         """Time a copy of ``nbytes`` into or out of a bucket, in milliseconds."""
@@ -124,7 +125,7 @@ class Costs:
             if ms is None:
                 self.by_torch.add(kind)
                 ms = nccl_estimate_ms(node, nbytes)
-            self._known[key] = ms
+            self._known[key] = ms * self._factor(kind)
         return self._known[key]
 
     def as_kind(self, kind: str, like: fx.Node, nbytes: int, group: str | None = None) -> float:
@@ -176,6 +177,9 @@ class Costs:
                 result = sent if COLLECTIVES[kind].whole_output else sent // group_size(node)
                 found[i] = self.as_kind(kind, node, sent + result)
         return found
+
+    def _factor(self, kind: str) -> float:
+        return self.machine.factors.get(kind, 1.0)
 
     def _ranks_of(self, group: str) -> tuple[int, ...]:
         if group not in self._ranks:
