@@ -1,6 +1,6 @@
 """Append the norm of the gradients and the optimizer's updates to a backward graph.
 
-Before buckets are planned, every gradient gets nodes of its own, and is no output any more::
+Before buckets are planned, every gradient gets nodes of its own, and leaves the outputs::
 
     reduce_scatter -> wait -> grad                          grad of w: output
 
