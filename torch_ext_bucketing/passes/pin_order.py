@@ -1,9 +1,9 @@
 """Make Inductor keep an order.
 
 Inductor's scheduler may move a node to anywhere after its inputs: to lower the peak of memory
-(``reorder_for_peak_memory``), to start collectives earlier (``enable_simple_overlap``), to get fewer
-partitions for CUDA graphs. This pins the order of collectives, waits and compute nodes. Kernels
-between them may still fuse and move::
+(``reorder_for_peak_memory``), to start collectives earlier (``enable_simple_overlap``), to have
+fewer partitions for CUDA graphs. This pins the order of collectives, waits and compute nodes.
+Kernels between them may still fuse and move::
 
     mm1  mm2  rs  mm3  wait         mm2 after mm1, rs after mm2, mm3 after rs, wait after mm3
 
