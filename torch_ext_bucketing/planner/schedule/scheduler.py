@@ -115,11 +115,7 @@ def schedule(
             )
             costs = Costs(machine, analysis.hints)
             model = model_of(analysis, costs)
-            report, order, sort = schedule_model(
-                model, policies, reference_bytes, like=like, others=like is None
-            )
-            if like is not None and (report.misses or sort is None):
-                report, order, _ = schedule_model(model, policies, reference_bytes)
+            report, order, _ = schedule_model(model, policies, reference_bytes, like=like)
             price = _rank_order_ms(model, order, costs)
             notes = report.notes
             if price is not None and "all_to_all" in costs.by_torch:
@@ -181,7 +177,7 @@ def schedule_model(
     at_most_ms: float = math.inf,
     final: bool = True,
     like: Options | None = None,
-    others: bool = True,
+    near: bool = True,
 ) -> Scheduled:
     """Find an order of a model, without any change to a graph.
 
@@ -192,8 +188,9 @@ def schedule_model(
         quick: try few orders.
         at_most_ms: give up orders that take longer, in milliseconds.
         final: prefer the lowest peak of equal steps, and unless ``quick`` compute the bounds' cost.
-        like: try orders of this sort first.
-        others: whether to try others, too.
+        like: try orders of this sort first, then those that differ from the best one so far in one
+            option, and all others if that misses a bound. None: try all.
+        near: whether to try others than ``like``, too.
     """
     policies = policies_of(policy)
     clock = time.perf_counter()
@@ -245,14 +242,29 @@ def schedule_model(
     tries = [judged(_GIVEN, given)]
     # The widest window first: narrower ones that give the same order need no pass.
     sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
-    alike = [c for c in sorts if c[1].sort == like]
-    for name, free in [*alike, *(c for c in sorts if (others or not alike) and c not in alike)]:
-        options = ask(free)
-        if unbounded:
-            options = replace(options, limit_bytes=limit)
-        found = tried(name, options, free)
-        if found is not None:
-            tries.append(found)
+    left = {free.sort: (name, free) for name, free in sorts}
+
+    def make(chosen: Iterable[Options]) -> None:
+        for name, free in [left.pop(sort) for sort in chosen if sort in left]:
+            options = ask(free)
+            if unbounded:
+                options = replace(options, limit_bytes=limit)
+            found = tried(name, options, free)
+            if found is not None:
+                tries.append(found)
+
+    first = like if like in left else None
+    if first is not None:
+        make([first])
+        windows = sorted({sort.window for sort in left} | {first.window})
+        while near and (close := [s for s in left if s.next_to(first, windows)]):
+            make(close)
+            best = min(tries, key=_rank)
+            first = best.free.sort if best.free is not None else first
+    best = min(tries, key=_rank)
+    unchanged = best.free is None and best.timeline.step_ms <= at_most_ms
+    if first is None or (near and (best.misses or unchanged)):
+        make([*left])
     if wanted:
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=_rank)

@@ -413,7 +413,7 @@ class _Search:
                 at_most_ms=best_ms,
                 final=False,
                 like=like or (self.chosen.sort if self.tried else None),
-                others=like is None,
+                near=like is None,
             )
             if found.report.step_ms[1] <= best_ms:
                 self._known[key] = found
