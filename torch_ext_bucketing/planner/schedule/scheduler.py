@@ -310,15 +310,25 @@ def schedule_model(
 def _tightened(
     tries: Sequence[_Try], tried: Callable[[str, Options, Options], _Try | None], times: int
 ) -> list[_Try]:
-    """Make the fastest order that misses a bound again, with tighter limits on memory."""
+    """Make the fastest orders that miss a bound again, with tighter limits on memory."""
+    # Holding kernels back matters more under a limit, so the fastest order of either sort may win.
+    kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
+    found = list[_Try]()
+    for hold in (True, False):
+        missing = [t for t in tries if t.misses and t.options and t.options.hold is hold]
+        fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+        if fast is not None and fast.timeline.step_ms < _WORTH * kept:
+            found += _with_less_memory(fast, kept, tried, times)
+    return found
+
+
+def _with_less_memory(
+    fast: _Try, kept: float, tried: Callable[[str, Options, Options], _Try | None], times: int
+) -> list[_Try]:
+    """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""
     # A limit bounds prefetching and overtaking, but later nodes may exceed it. So it is lowered by
     # the peak's excess, by twice as much, and so on, until the bound holds. An attempt without
     # effect doubles the next one once more.
-    kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
-    missing = [t for t in tries if t.misses and t.options is not None]
-    fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
-    if fast is None or fast.timeline.step_ms >= _WORTH * kept:
-        return []
     assert fast.options is not None
     assert fast.free is not None
     bound, found = fast.options.limit_bytes, list[_Try]()
