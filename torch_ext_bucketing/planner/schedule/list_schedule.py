@@ -173,8 +173,16 @@ class ListScheduler:
 
     def _emit(self, i: int) -> None:
         """Add node ``i`` to the order, after the nodes that it needs."""
+        done = self.done
+        for j in self.needs[i]:
+            if not done[j]:
+                break
+        else:  # mostly
+            if not done[i]:
+                self._place(i)
+            return
         for node in self._open_needs(i):
-            if not self.done[node]:  # placing another one may have placed it
+            if not done[node]:  # placing another one may have placed it
                 self._place(node)
 
     def _place(self, i: int) -> None:
