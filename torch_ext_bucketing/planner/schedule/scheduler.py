@@ -34,6 +34,7 @@ from ..cost.machine import H100, Machine, check_machine
 from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
+from .plain import plain_schedule
 from .policy import Case, Policy, policies_of
 from .timeline import Timeline
 
@@ -50,6 +51,8 @@ _DEFAULT_RATIO = 1.02
 ``Overlap.depth`` may take more."""
 _GIVEN = "as given"
 """The name of the graph's own order."""
+_PLAIN = "longest path first"
+"""The name of the order that :mod:`.plain` makes."""
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """The number of attempts to tighten an order that misses its bound."""
@@ -151,7 +154,7 @@ class Scheduled(NamedTuple):
 
     Args:
         order: the places of its nodes.
-        sort: :attr:`.Options.sort` of its candidate; None: the graph's own order.
+        sort: :attr:`.Options.sort` of the best order of a candidate; None: there is none.
     """
 
     report: ScheduleReport
@@ -266,6 +269,7 @@ def schedule_model(
     if first is None or (near and (best.misses or unchanged)):
         make([*left])
     if wanted:
+        tries.append(judged(_PLAIN, Timeline.of(model, plain_schedule(model))))
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=_rank)
         if best.free is not None and not best.misses:  # it may keep the bounds without them, too
@@ -304,7 +308,8 @@ def schedule_model(
         size_hints=model.graph.hints.to_text(),
         seconds=time.perf_counter() - clock,
     )
-    return Scheduled(report, reached.order, best.free and best.free.sort)
+    sorted_ = min((t for t in tries if t.free is not None), key=_rank, default=None)
+    return Scheduled(report, reached.order, sorted_ and sorted_.free and sorted_.free.sort)
 
 
 def _tightened(
