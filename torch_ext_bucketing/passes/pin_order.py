@@ -1,9 +1,9 @@
 """Make Inductor keep an order.
 
 Inductor's scheduler may move a node to anywhere after its inputs: to lower the peak of memory
-(``reorder_for_peak_memory``), to start collectives earlier (``enable_simple_overlap``), to get fewer
-partitions for CUDA graphs. This pins the order of collectives, waits and compute nodes. Kernels
-between them may still fuse and move::
+(``reorder_for_peak_memory``), to start collectives earlier (``enable_simple_overlap``), to have
+fewer partitions for CUDA graphs. This pins the order of collectives, waits and compute nodes.
+Kernels between them may still fuse and move::
 
     mm1  mm2  rs  mm3  wait         mm2 after mm1, rs after mm2, mm3 after rs, wait after mm3
 
@@ -38,7 +38,9 @@ def pin_order(graph: fx.Graph) -> int:
     after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
     for node in graph.nodes:
         # A number, such as a size, needs no kernel of the node that it is read from.
-        after[node] = 0 if is_number(node) else max(map(after.__getitem__, node.all_input_nodes), default=0)
+        after[node] = (
+            0 if is_number(node) else max(map(after.__getitem__, node.all_input_nodes), default=0)
+        )
         in_order = is_collective(node) or started_by(node) is not None or is_compute(node)
         if (in_order or node in packs) and after[node] < len(pinned):
             wanted[node] = pinned[-1:]
