@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .recipes import recipe as recipe
     from .rewrites.match_fsdp2 import MatchFSDP2 as MatchFSDP2
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
+    from .step.train_step import train_step as train_step
     from .tuning.tune import tune as tune
 
 __version__: str
@@ -71,6 +72,7 @@ _HOME = {
     "data_parallel": "fsdp.simple_fsdp",
     "manual_plan": "fsdp.manual",
     "recipe": "recipes",
+    "train_step": "step.train_step",
     "transformer_block_plan": "fsdp.blocks",
     "tune": "tuning.tune",
 }

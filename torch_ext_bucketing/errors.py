@@ -113,3 +113,7 @@ class NothingKeptWarning(BucketingWarning):
 
 class BoundNotKeptWarning(BucketingWarning):
     """A bound on memory could not be kept, or a graph could not be scheduled."""
+
+
+class EagerOptimizerWarning(BucketingWarning):
+    """An optimizer's step is not in the planned graphs; it runs after them."""

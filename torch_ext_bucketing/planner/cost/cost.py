@@ -33,6 +33,7 @@ from ...graph.collectives import (
 )
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
+from ...graph.writes import written_values
 from .machine import H100, Machine, is_time
 
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
@@ -69,7 +70,10 @@ class Costs:
         inputs = sum(map(self.result_bytes, node.all_input_nodes))
         if node.target is _SLICE_COPY:
             inputs = self.result_bytes(node)  # the rest is not read
-        ms = self.kernel(self.result_bytes(node) + inputs)
+        written = self.result_bytes(node)
+        if node.meta.get("val") is None:  # it returns nothing: it writes to its inputs
+            written = sum(map(self.result_bytes, written_values(node)))
+        ms = self.kernel(written + inputs)
         if is_compute(node):
             # The rate is that of the factors: products of 8-bit values have a wider dtype.
             values = (
