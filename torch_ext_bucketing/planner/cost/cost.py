@@ -33,7 +33,8 @@ from ...graph.collectives import (
 )
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
-from .machine import H100, Machine, is_time
+from .machine import H100, Machine
+from .network import is_time
 
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
 
