@@ -29,7 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch_ext_bucketing.testing.demo.table import columns
 
@@ -111,11 +111,13 @@ def byte_lower_bound(graph: Graph, cap_mb: float) -> dict[str, int]:
     return bound
 
 
-def run_unpatched(graph: Graph, cap_mb: float) -> dict[str, float]:
+def run_torchs(
+    graph: Graph, cap_mb: float, mode: Literal["default", "custom_ops"] = "custom_ops"
+) -> dict[str, float]:
     from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
 
     started = time.process_time()
-    pre_bucket_fsdp_collectives(graph.gm, "custom_ops", cap_mb)
+    pre_bucket_fsdp_collectives(graph.gm, mode, cap_mb)
     return {"pass_s": time.process_time() - started}
 
 
@@ -131,7 +133,7 @@ def run_hooks(graph: Graph, cap_mb: float) -> dict[str, float]:
         ],
     }
     with config.patch(hooks):
-        return run_unpatched(graph, cap_mb)
+        return run_torchs(graph, cap_mb)
 
 
 def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
 def child(way: str, name: str, cap_mb: float, repeat: int, layers: int | None) -> None:
     """Measure one way on one graph and print the result as JSON."""
     logging.getLogger("torch._inductor.fx_passes.fsdp").setLevel(logging.WARNING)
-    run = {"hooks": run_hooks, "ours": run_ours}.get(way, run_unpatched)
+    run = {"hooks": run_hooks, "ours": run_ours}.get(way, run_torchs)
     results: list[dict[str, Any]] = []
     for _ in range(repeat):
         graph = load(name, layers, quiet=True)

@@ -12,7 +12,8 @@ The demo's model, larger. The ways:
   ``bucket_reduce_scatters_fx``), no hook set and torch's default cap;
 - ``units``: ours, one bucket per unit of FSDP2 in its payload order, then ``Schedule(Overlap())``;
 - ``cap``: ours, buckets up to 25 MiB, then ``Schedule(Overlap())``;
-- ``auto``: ours, ``BucketAndSchedule(Overlap())``, caps chosen on a cost model.
+- ``auto``: ours, ``BucketAndSchedule(Overlap())``, caps chosen on a cost model;
+- ``tuned``: ours, the fastest of ``tune``'s candidates, measured before the timed steps.
 
 All compiled ways free gathered parameters after forward, but for the root's, as FSDP2 does. Every
 round takes one step of each way on the same ranks; ratios are medians over the rounds, in brackets
@@ -259,6 +260,8 @@ def _table(cell: dict[str, Any]) -> str:
     if mine and others:
         fast = "is" if cell["fastest_compiled_is_ours"] else "is NOT"
         lines.append(f"ours {fast} the fastest of the compiled ones")
+    if cell.get("tuned"):
+        lines += ["", cell["tuned"].rstrip()]
     if cell.get("predict"):
         lines += ["", cell["machine"], "", _predictions(cell, "predicted")]
     if cell.get("traces"):

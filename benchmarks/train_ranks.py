@@ -41,6 +41,7 @@ from torch_ext_bucketing.testing.model import Transformer
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.training import digest
 from torch_ext_bucketing.testing.trial import wrap
+from torch_ext_bucketing.tuning.candidates import TorchBuckets, candidates
 
 WAYS = {
     "eager": "eager FSDP2",
@@ -49,10 +50,11 @@ WAYS = {
     "units": "ours: FSDP2's units",
     "cap": "ours: 25 MiB cap",
     "auto": "ours: caps by cost model",
+    "tuned": "ours: tuned",
 }
 """The names of the ways, and for people. All but the first are compiled."""
 
-OURS = ("units", "cap", "auto")
+OURS = ("units", "cap", "auto", "tuned")
 Backend = Literal["aot_eager", "inductor"]
 BACKENDS: tuple[Backend, ...] = ("aot_eager", "inductor")
 WARMUP_STEPS = 3
@@ -112,28 +114,6 @@ RankReport = tuple[dict[str, WayReport], dict[str, Any]]
 """Result of one rank: its ways, and the texts about the model and the machines."""
 
 
-class TorchBuckets(teb.GraphPass):
-    """torch's own bucketing of FSDP's collectives, for graphs that Inductor does not compile.
-
-    It does what Inductor does with :data:`TORCH_BUCKETS` and no hook set.
-    """
-
-    stage: ClassVar[Stage] = "forward_backward"
-
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Bucket ``graph``, a ``GraphModule``."""
-        from torch._inductor.fx_passes.fsdp import (
-            bucket_fsdp_all_gather,
-            bucket_fsdp_reduce_scatter,
-        )
-        from torch._inductor.pattern_matcher import stable_topological_sort
-
-        assert isinstance(graph, fx.GraphModule)
-        bucket_fsdp_reduce_scatter(graph)
-        bucket_fsdp_all_gather(graph)
-        stable_topological_sort(graph.graph)
-
-
 class Predict(teb.GraphPass):
     """Keep a way's graphs as they are compiled, and time them by the cost model."""
 
@@ -166,6 +146,7 @@ class Way:
     optimizer: torch.optim.Optimizer
     report: WayReport
     predict: Predict | None = None
+    tuner: teb.tune | None = None
 
 
 def train_rank(rank: Rank, training: Training) -> RankReport:
@@ -195,7 +176,10 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         for name in names[first:] + names[:first]:
             take(ways[name], tokens, targets)
 
-    for step in range(WARMUP_STEPS):
+    tuners = [way.tuner for way in ways.values() if way.tuner is not None]
+    for step in itertools.count():
+        if step >= WARMUP_STEPS and all(tuner.chosen is not None for tuner in tuners):
+            break
         each_once(_step, 0)
         if step == 0:
             for name, way in ways.items():
@@ -232,6 +216,7 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         "device_name": torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU",
         "machine": str(machine) if training.predict else "",
         "traced_machine": "" if traced is None else str(traced),
+        "tuned": "".join(tuner.report.to_text() for tuner in tuners if tuner.report is not None),
     }
     return {name: way.report for name, way in ways.items()}, about
 
@@ -280,25 +265,36 @@ def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machi
         ],
         "auto": [teb.BucketAndSchedule([teb.Overlap()], payload_order=order, machine=machine)],
     }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
+    if name == "tuned":
+        units = model.unit_names()
+        given = candidates(model, training.backend, units=units, machine=machine)
+        tuner = teb.tune(model, given)
+        forward: Any = torch.compile(model, backend=tuner, fullgraph=True)
+        return Way(model, forward, optimizer, WayReport(), tuner=tuner)
     predict = Predict() if training.predict else None
     last = [] if predict is None else [predict]
     compiler = teb.backend(training.backend, [reshard, *passes[name], *last], model)
     options = TORCH_BUCKETS if name == "torch" and training.backend == "inductor" else {}
-    forward: Any = torch.compile(model, backend=compiler, fullgraph=True, options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
+    forward = torch.compile(model, backend=compiler, fullgraph=True, options=options)
     return Way(model, forward, optimizer, WayReport(), predict)
 
 
 def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
     dist.barrier()  # so that no way pays for another one's stragglers
     start = time.perf_counter()
-    loss = F.cross_entropy(way.forward(tokens).float().flatten(0, 1), targets.flatten())
-    loss.backward()
-    synchronize(tokens.device)
-    way.report.graphs_ms.append((time.perf_counter() - start) * 1e3)
-    way.optimizer.step()
-    way.optimizer.zero_grad()
-    synchronize(tokens.device)
+
+    def whole() -> torch.Tensor:
+        loss = F.cross_entropy(way.forward(tokens).float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        synchronize(tokens.device)
+        way.report.graphs_ms.append((time.perf_counter() - start) * 1e3)
+        way.optimizer.step()
+        way.optimizer.zero_grad()
+        synchronize(tokens.device)
+        return loss
+
+    loss = whole() if way.tuner is None else way.tuner.step(whole)()
     way.report.step_ms.append((time.perf_counter() - start) * 1e3)
     way.report.loss.append(loss.item())
     way.report.digests.append(digest(way.model))

@@ -95,6 +95,26 @@ def test_passes_written_out(scope: dict[str, Any], name: str):
         assert bounded == (name == "speed")
 
 
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
+def test_a_tuned_step(scope: dict[str, Any], tmp_path, monkeypatch):
+    """All candidates compile, and the step is taken by the first."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    teb.data_parallel(scope["model"], scope["mesh"])
+    scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters())
+    code = code_of("recipes-and-passes")[1].replace(".sum()", ".float().sum()")
+    exec(code.replace("tune(model)", 'tune(model, compiler="aot_eager")'), scope)
+    before = [p.to_local().clone() for p in scope["model"].parameters()]
+    scope["train_step"](torch.zeros(1, 16, dtype=torch.long))
+    after = [p.to_local() for p in scope["model"].parameters()]
+    assert not all(map(torch.equal, before, after))
+    reports = {n: c.last_report() for n, c in scope["tuner"].candidates.items()}
+    assert len(reports) == 7
+    # The backward graph of the first one ran, too.
+    assert [len(r.estimates) for r in reports.values()] == [2, 1, 1, 1, 1, 1, 1]
+    assert [n for n, r in reports.items() if not r.graphs] == ["torch's buckets", "no buckets"]
+    assert reports["units"].collectives_after["all_gather"] == len(scope["order"].units)
+
+
 def test_memory(scope: dict[str, Any]):
     teb.data_parallel(scope["model"], scope["mesh"])
     scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters())

@@ -4,7 +4,8 @@ Importing the package changes nothing in torch; only ``hooks.install()``, for to
 does. This module exports what most programs need. The rest is imported from its module:
 
 - ``passes.facts``, ``passes.compilation``: for a ``GraphPass`` of your own;
-- ``bucketing.plan.BucketPlanner``: for a planner of your own;
+- ``bucketing.plan.BucketPlanner``, ``planner.schedule.policy.Policy``: for a planner or a policy
+  of your own;
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
 - ``rewrites``: the passes that ``MatchFSDP2`` stands for;
@@ -43,10 +44,11 @@ if TYPE_CHECKING:
     from .planner.schedule.memory import MaxComputeRun as MaxComputeRun
     from .planner.schedule.memory import PeakMemory as PeakMemory
     from .planner.schedule.overlap import Overlap as Overlap
-    from .planner.schedule.policy import Policy as Policy
     from .recipes import recipe as recipe
     from .rewrites.match_fsdp2 import MatchFSDP2 as MatchFSDP2
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
+    from .step.train_step import train_step as train_step
+    from .tuning.tune import tune as tune
 
 __version__: str
 
@@ -63,7 +65,6 @@ _HOME = {
     "MaxComputeRun": "planner.schedule.memory",
     "Overlap": "planner.schedule.overlap",
     "PeakMemory": "planner.schedule.memory",
-    "Policy": "planner.schedule.policy",
     "ReshardAfterForward": "planner.passes.resharding",
     "Schedule": "planner.passes.scheduling",
     "SeparateGroups": "rewrites.separate_groups",
@@ -71,7 +72,9 @@ _HOME = {
     "data_parallel": "fsdp.simple_fsdp",
     "manual_plan": "fsdp.manual",
     "recipe": "recipes",
+    "train_step": "step.train_step",
     "transformer_block_plan": "fsdp.blocks",
+    "tune": "tuning.tune",
 }
 _RENAMED = {
     "BucketUnits": "BucketByUnit",
@@ -85,6 +88,7 @@ _RENAMED = {
     "CompileReport": "reports.compile.CompileReport",
     "MergeAmax": "rewrites.merge_amax.MergeAmax",
     "NotBucketedWarning": "errors.NotBucketedWarning",
+    "Policy": "planner.schedule.policy.Policy",
     "PlanMismatchError": "errors.PlanMismatchError",
     "RankMissingError": "errors.RankMissingError",
     "ReduceScatterFirst": "rewrites.reduce_scatter_first.ReduceScatterFirst",

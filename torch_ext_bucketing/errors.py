@@ -29,6 +29,19 @@ class RankMissingError(AgreementError):
     """Some ranks did not join the comparison in time; the message names them."""
 
 
+class TuningError(BucketingError):
+    """A rank failed, or was late, while candidates were measured; the weights are consistent.
+
+    Attributes:
+        candidate: the name of the candidate.
+        ranks: the ranks that failed or are late; empty where unknown.
+    """
+
+    def __init__(self, message: str, candidate: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.candidate, self.ranks = candidate, tuple(ranks)
+
+
 class NoUuidError(Exception):
     """No cache key can be made of an object; the message names it and the reason."""
 
@@ -100,3 +113,7 @@ class NothingKeptWarning(BucketingWarning):
 
 class BoundNotKeptWarning(BucketingWarning):
     """A bound on memory could not be kept, or a graph could not be scheduled."""
+
+
+class EagerOptimizerWarning(BucketingWarning):
+    """An optimizer's step is not in the planned graphs; it runs after them."""

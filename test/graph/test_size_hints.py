@@ -28,6 +28,7 @@ from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
+from torch_ext_bucketing.planner.schedule.policy import Policy
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ring import on_ranks
@@ -232,7 +233,7 @@ def test_memory_follows_the_hint_and_the_report_names_it(product):
 
 
 def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
-    class Broken(teb.Policy):
+    class Broken(Policy):
         def misses(self, case, timeline):
             raise LookupError("no such time")
 

@@ -5,8 +5,22 @@ import shutil
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from cache_runs import HIT, MISS, Checkout, assert_state
+from collective_graphs import (
+    GROUP_FILTER,
+    MAX_BETWEEN,
+    PAYLOAD_ORDER,
+    all_gather,
+    fake_group,
+    reduce_scatter,
+    trace,
+)
 from patching_trees import MINOR, ROOT, needs_unpatched_torch
+from torch._inductor import config
+from torch._inductor.codecache import compiled_fx_graph_hash
+from torch.distributed.device_mesh import init_device_mesh
 
 ORDER = """
 from torch_ext_bucketing import TagParameters
@@ -90,3 +104,29 @@ def test_an_edited_patch_series_misses(checkout, cold):
             patch.write_text(text)
     assert_state(now, MISS)
     assert now["codes"] == cold["config"]["codes"]
+
+
+def test_keys_are_alike_on_all_ranks_of_a_mesh():
+    """Group names differ between ranks, and would in the entries; descriptions don't."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(all_gather(x, dist.group.WORLD), dist.group.WORLD)
+
+    keys: dict[str, set[str]] = {"unset": set(), "set": set(), "by name": set()}
+    for rank in range(4):
+        with fake_group(4, rank):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            shards = mesh["shard"].get_group()
+            gm = trace(step, torch.ones(4))
+            entries = {PAYLOAD_ORDER: "fsdp_payload_order", MAX_BETWEEN: 8}
+            settings: dict[str, dict[str, Any]] = {
+                "unset": {},
+                "set": {**entries, GROUP_FILTER: [shards.group_desc]},
+                "by name": {**entries, GROUP_FILTER: [shards.group_name]},
+            }
+            for name, setting in settings.items():
+                with config.patch({**setting, "bucket_all_gathers_fx": "fsdp"}):
+                    keys[name].add(compiled_fx_graph_hash(gm, [], {}, [])[0])
+    assert len(keys["unset"]) == len(keys["set"]) == 1
+    assert keys["unset"] != keys["set"]
+    assert len(keys["by name"]) == 2

@@ -37,6 +37,7 @@ from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.planner.passes.estimate import Estimate
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
@@ -282,10 +283,11 @@ FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     "MergeAmax": lambda gm: run_pass(MergeAmax(), gm),
     "ReduceScatterFirst": lambda gm: run_pass(ReduceScatterFirst(), gm),
     "FixedOrderReduce": lambda gm: run_pass(teb.FixedOrderReduce(), gm),
+    "Estimate": lambda gm: run_pass(Estimate(), gm),
     "SeparateGroups": lambda gm: run_pass(teb.SeparateGroups(init_device_mesh("cpu", (2,))), gm),
     "agree": agree,
 }
-PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "FixedOrderReduce")
+PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "Estimate", "FixedOrderReduce")
 # Errors of the functions in PLANNERS; scheduling warns with the same text.
 RAISES = {
     "out_of_order": (

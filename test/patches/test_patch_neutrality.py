@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from collective_graphs import HELPERS
-from patching_trees import LinkedTorch, make_repository, needs_unpatched_torch, run_python
+from patching_trees import ROOT, LinkedTorch, make_repository, needs_unpatched_torch, run_python
 from torch_features import HAS_PRE_BUCKETING
 
 pytestmark = [pytest.mark.hooks, pytest.mark.long]
@@ -59,7 +59,7 @@ def test_unset_entries_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     after = graphs(torch.run(SCRIPT, paths=(HELPERS,)))
     plain, patched = before["unset"], after["unset"]
     assert plain.keys() == patched.keys()
-    assert len(plain) >= 11 * 9
+    assert len(plain) >= 14 * 10
     failed = {name: nodes for name, nodes in plain.items() if isinstance(nodes[0], str)}
     for name, (error, message) in failed.items():
         if HAS_PRE_BUCKETING or "/pre_bucket" not in name:
@@ -79,3 +79,12 @@ def test_unset_entries_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTHONHASHSEED", "4711")
     again = graphs(torch.run(SCRIPT, "--set", paths=(HELPERS,)))
     assert after["set"] == again["set"]
+
+
+@pytest.mark.slow
+@needs_unpatched_torch
+def test_graphs_of_a_real_model_do_not_change():
+    """Two layers; ``python -m benchmarks.neutrality`` compares all graphs at their real depth."""
+    graph = "llama3_8b_fsdp8_tp8.backward.recompute"
+    args = ("-m", "benchmarks.neutrality", "--only", graph, "--layers", "2")
+    run_python("", ROOT, args=args)

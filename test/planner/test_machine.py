@@ -252,6 +252,24 @@ def test_an_own_estimate_is_asked_first_and_may_leave_it_to_the_model(two_ranks)
             schedule(gm, teb.Overlap(), machine=bad)
 
 
+def test_factors_correct_times_by_kind(two_ranks, tmp_path):
+    nodes = list(forward_graph(1).graph.nodes)
+    machine = Machine("m").corrected({"kernel": 2.0}).corrected({"kernel": 1.5, "all_gather": 5.0})
+    assert (machine.name, machine.factors) == ("m, corrected", {"kernel": 3.0, "all_gather": 5.0})
+    plain, corrected = Costs(Machine()), Costs(machine)
+    for node in nodes:
+        factor = 5.0 if is_collective(node) else 3.0
+        assert corrected(node) == pytest.approx(factor * plain(node))
+    assert corrected.copy(2**30) == pytest.approx(3 * plain.copy(2**30))
+    assert max(map(plain, nodes)) > 0
+    path = tmp_path / "machine.json"
+    machine.save(path)
+    assert Machine.load(path) == machine
+    for wrong in ({"gather": 1.0}, {"kernel": 0.0}):
+        with pytest.raises(ValueError, match="kind of collective"):
+            Machine(factors=wrong)
+
+
 def test_a_file_holds_a_machine(tmp_path):
     path = tmp_path / "machine.json"
     table = {("all_gather", (8, 2)): ((1024, 0.5), (4096, 0.75)), ("all_reduce", 4): ((1, 2.0),)}

@@ -189,7 +189,7 @@ def test_of_several_bounds_on_buckets_the_smallest_holds():
 
 POLICY = """
 from dataclasses import dataclass
-from torch_ext_bucketing import Policy
+from torch_ext_bucketing.planner.schedule.policy import Policy
 
 @dataclass(frozen=True)
 class Mine(Policy):

@@ -17,6 +17,8 @@ from .private import private_torch
 # identifies. A number above all others keeps that rule away from our nodes.
 _RECOMPUTE_REGION = 100_000
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 
 def mark_recompute(node: fx.Node) -> None:
     """Make the partitioner recompute ``node`` in backward instead of saving it."""
@@ -155,13 +157,16 @@ def compile_aot(
     example_inputs: Sequence[Any],
     *,
     joint: Callable[[fx.GraphModule], None],
-    each: Callable[[fx.GraphModule], Callable[[Callable[..., Any]], Callable[..., Any]]],
+    each: Callable[[fx.GraphModule], Wrap],
+    extend: Callable[[fx.GraphModule], tuple[list[Any], Wrap]],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None,
 ) -> Callable[..., Any]:
     """Run AOTAutograd with the default partitioner.
 
     Args:
         joint: runs on the joint or the inference graph.
+        extend: changes the forward, backward and inference graphs before ``each``; returns fake
+            tensors for inputs that it has added, and what gives the compiled graph their values.
         each: runs on the forward, backward and inference graphs, and returns a wrapper of the
             compiled graph.
         compiler: compiles these graphs; None runs them as they are.
@@ -178,12 +183,13 @@ def compile_aot(
         return default_partition(joint_gm, inputs, **kwargs)
 
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        added, with_values = extend(graph)
         wrap = each(graph)
         graph.recompile()
         make: Any = boxed_nop if compiler is None else compiler
-        compiled = make(graph, inputs)
+        compiled = make(graph, [*inputs, *added] if added else inputs)
         boxed = getattr(compiled, "_boxed_call", False)
-        return wrap(compiled if boxed else make_boxed_func(compiled))
+        return with_values(wrap(compiled if boxed else make_boxed_func(compiled)))
 
     def finish_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         joint(graph)

@@ -11,6 +11,7 @@ from .private import private_torch
 
 with private_torch():
     from torch._functorch._aot_autograd.descriptors import (
+        BufferAOTInput,
         GradAOTOutput,
         ParamAOTInput,
         PlainAOTInput,
@@ -65,3 +66,13 @@ def gradient_outputs(output: fx.Node) -> list[tuple[fx.Node, Any]]:
 def is_tangent(desc: Any) -> bool:
     """Return whether an input is a tangent."""
     return bool(desc.is_tangent())
+
+
+def as_parameter(fqn: str) -> Any:
+    """Return the descriptor of an input that is a parameter."""
+    return ParamAOTInput(fqn)
+
+
+def as_buffer(name: str) -> Any:
+    """Return the descriptor of an input that the caller keeps, such as an optimizer's state."""
+    return BufferAOTInput(name)

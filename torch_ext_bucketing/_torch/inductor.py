@@ -18,6 +18,12 @@ try:
 except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
     CustomPassBase = CustomGraphPass
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _same(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled
+
 
 def check_passes_run_here() -> None:
     """Raise RuntimeError if Inductor runs graph passes in another process.
@@ -45,6 +51,7 @@ def compile_inductor(
     cacheable: Mapping[str, str] | None = None,
     prefetch: int | None = None,
     meshes: Sequence[Any] = (),
+    extend: Callable[[fx.GraphModule], tuple[list[Any], Wrap]] | None = None,
 ) -> Callable[..., Any]:
     """Call Inductor, with our hooks appended to those that the user has set.
 
@@ -54,8 +61,12 @@ def compile_inductor(
         cacheable: names of functions whose calls AOTAutograd may cache, with their digests.
         prefetch: depth of torch's overlap scheduling, if it is on and has no depth.
         meshes: see :func:`.watched_caches`.
+        extend: changes the forward and backward graphs; returns fake tensors for inputs that it has
+            added, and what gives the compiled graph their values. AOTAutograd's cache is off then,
+            since it would load graphs without these changes.
     """
     with private_torch():
+        from torch._functorch import config as functorch_config
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -85,11 +96,13 @@ def compile_inductor(
         patches["aten_distributed_optimizations.max_compute_pre_fetch"] = prefetch
 
     @functools.wraps(compile_fx_inner)
-    def inner(*args: Any, **kwargs: Any) -> Any:  # the backward graph's turn comes later
-        with watched_caches(meshes):
-            return compile_fx_inner(*args, **kwargs)
+    def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        added, wrap = ([], _same) if extend is None else extend(graph)
+        with watched_caches(meshes):  # the backward graph's turn comes later
+            return wrap(compile_fx_inner(graph, [*inputs, *added], **kwargs))
 
-    with watched_caches(meshes):
+    cached = {} if extend is None else {"enable_autograd_cache": False}
+    with watched_caches(meshes), functorch_config.patch(cached):
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 
 

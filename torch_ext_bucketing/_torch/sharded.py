@@ -42,6 +42,14 @@ def shard_of(tensor: Any) -> torch.Tensor:
     return local
 
 
+def sharded_dims(tensor: Any) -> tuple[tuple[Any, int], ...]:
+    """List the mesh dimensions that a parameter is sharded over, each with the mesh."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple((mesh, i) for i, p in enumerate(tensor.placements) if not p.is_replicate())
+
+
 def is_part(source: str, sources: Collection[str]) -> bool:
     """Return whether a Dynamo source names the shard of another tensor in ``sources``."""
     return source.rpartition(f".{_SHARD}")[0] in sources

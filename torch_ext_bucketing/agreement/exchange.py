@@ -34,7 +34,7 @@ _PREFIX = "torch_ext_bucketing/agreement"
 # Limits in seconds. After a mismatch, late ranks get time to report their launches. After any
 # failure, every rank gets time to read the reason: the first to exit may host the store.
 _GATHER_S = 30.0
-_LINGER_S = 5.0
+LINGER_S = 5.0
 _MAX_SLEEP_S = 0.25
 
 
@@ -135,7 +135,7 @@ class Exchange:
     def mismatch_text(self) -> str:
         """Format the message for every rank, after a short wait for late ranks."""
         deadline = time.monotonic() + min(_GATHER_S, self.timeout.total_seconds())
-        _poll(lambda: not self.missing(), deadline)
+        poll(lambda: not self.missing(), deadline)
         by_digest: dict[str, list[int]] = {}
         absent = self.missing()
         for rank in self.ranks:
@@ -168,11 +168,11 @@ def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
         # Arrive everywhere before waiting anywhere, so that no two ranks wait for each other.
         for exchange in exchanges:
             exchange.arrive()
-        _poll(lambda: not [e for e in exchanges if not e.reached("arrived")])
+        poll(lambda: not [e for e in exchanges if not e.reached("arrived")])
         # The second count holds a rank back whose peer found a mismatch in another of its groups.
         for exchange in exchanges:
             exchange.count("confirmed")
-        _poll(lambda: not [e for e in exchanges if not e.reached("confirmed")])
+        poll(lambda: not [e for e in exchanges if not e.reached("confirmed")])
     except _FailedError as failed:
         return _error(failed.args[0], exchanges)
     # The host of the store may have gone on and ended.
@@ -189,15 +189,15 @@ def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
     with contextlib.suppress(RuntimeError):
         for other in exchanges:
             other.fail(why, text)
-        deadline = time.monotonic() + _LINGER_S
+        deadline = time.monotonic() + LINGER_S
         expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
         for each in exchanges:
             each.count("seen")
-        _poll(lambda: all(e.count("seen", 0) >= expected[id(e)] for e in exchanges), deadline)
+        poll(lambda: all(e.count("seen", 0) >= expected[id(e)] for e in exchanges), deadline)
     return PlanMismatchError(text) if why == "mismatch" else RankMissingError(text)
 
 
-def _poll(done: Callable[[], bool], deadline: float = math.inf) -> None:
+def poll(done: Callable[[], bool], deadline: float = math.inf) -> None:
     """Call ``done`` until it holds or the time is over, at a tenth of the time waited so far."""
     # A blocking wait would hold the store's one connection against other threads and Ctrl-C.
     started = time.monotonic()

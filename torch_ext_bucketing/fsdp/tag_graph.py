@@ -88,6 +88,25 @@ def tag_joint_graph(
     return tags
 
 
+def named_inputs(graph: fx.Graph, fqn_of: FqnOf | None) -> dict[str, fx.Node]:
+    """Map parameters to their inputs, the shard's where a parameter is several tensors."""
+    found: dict[str, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        name = _name_of(node, fqn_of)
+        if name is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            found.setdefault(name, node)
+    return found
+
+
+def gradients_of(graph: fx.Graph, fqn_of: FqnOf | None) -> list[tuple[fx.Node, str]]:
+    """List the outputs of a graph with descriptors that are gradients of named parameters.
+
+    Of a gradient that is several values, such as a shard and its mesh, these are the tensors.
+    """
+    found = _gradient_outputs(list(graph.nodes), fqn_of, None)
+    return [(n, fqn) for n, fqn in found if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
 def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
     """Return the FQN of a parameter's placeholder or ``AOTInput``; None for other inputs."""
     desc = what.meta.get("desc") if isinstance(what, fx.Node) else what

@@ -22,6 +22,7 @@ from .._torch import aot as _aot
 from .collectives import is_collective, is_number, is_view, started_by, tensors_in
 from .dependencies import Dependencies
 from .size_hints import SizeHints
+from .tags import buffer_bytes
 from .uneven import ShardSide, shard_side
 from .writes import written_values
 
@@ -186,6 +187,10 @@ def storages_of(
             if not (node.op == "placeholder" and donated(node)):
                 found.kept.update(dict.fromkeys(mine))
             continue
+        if (buffers := buffer_bytes(node)) > 0:
+            new = (*new, len(found.size))
+            mine = (*mine, len(found.size))
+            found.size.append(buffers)
         start = started_by(node)
         read = () if start is None else start.all_input_nodes
         sent = (s for arg in read for s in found.of_node[arg])

@@ -19,6 +19,8 @@ _TAG_KEY = "bucketing_tag"
 _MEMBERS_KEY = "bucketing_member_tags"
 _HOME_KEY = "bucketing_home_group"
 _REPLACES_KEY = "bucketing_replaces"
+_UPDATES_KEY = "bucketing_updates"
+_BUFFERS_KEY = "bucketing_buffer_bytes"
 _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
 
 
@@ -77,6 +79,22 @@ def home_group(start: fx.Node) -> str:
     It differs from the collective's own group for an all-gather in a smaller group.
     """
     return _noted(start, _HOME_KEY) or group_name(start)
+
+
+def set_updates(node: fx.Node, fqns: Sequence[str], nbytes: int) -> None:
+    """Tag a node that updates parameters, and allocates ``nbytes`` while it runs."""
+    _note(node, _UPDATES_KEY, tuple(fqns))
+    _note(node, _BUFFERS_KEY, nbytes)
+
+
+def buffer_bytes(node: fx.Node) -> int:
+    """Return the bytes that a node allocates while it runs, as far as its result shows none."""
+    return _noted(node, _BUFFERS_KEY) or 0
+
+
+def updates_of(node: fx.Node) -> tuple[str, ...]:
+    """List the parameters that a node updates."""
+    return _noted(node, _UPDATES_KEY) or ()
 
 
 def mark_replaced(start: fx.Node) -> None:

@@ -34,10 +34,16 @@ class Writes:
         self.roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.aliases: dict[fx.Node, list[fx.Node]] = {}
         writers = {n: written for n in self._nodes if (written := written_values(n))}
+        inputs: dict[int, fx.Node] = {}
         for node in self._nodes if writers else ():
             if node.op == "output":
                 continue
             shared = [v for v in _aliased(node) if v in self.roots]
+            value = node.meta.get("val")
+            if node.op == "placeholder" and isinstance(value, torch.Tensor):
+                # An input may be a view of another one, for instance of an updated parameter.
+                first = inputs.setdefault(value.untyped_storage()._cdata, node)
+                shared = [first] if first is not node else shared
             mine = tuple(dict.fromkeys(r for v in shared for r in self.roots[v])) or (node,)
             self.roots[node] = mine
             for root in mine:

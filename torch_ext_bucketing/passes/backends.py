@@ -36,7 +36,7 @@ from ..reports.compile import CompileReport
 from .base import GraphPass, Stage
 from .cache_key import describe, digest, log_no_uuid
 from .code import code_of_fields
-from .compilation import Compilation
+from .compilation import Compilation, Extension
 from .facts import Order, last_fact
 from .pin_order import pin_order
 from .pipeline import Pipeline
@@ -122,11 +122,16 @@ class BucketingBackend:
             frame=_dynamo_inputs.frame_number(),
             size_hints=self.size_hints,
             model=self.model,
+            extension=self._extension(),
         )
         self.reports.append(compilation.report)
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         is_fresh = agrees and _dynamo_inputs.is_first_compile()
+
+        def extend(graph: fx.GraphModule) -> tuple[list[Any], _aot.Wrap]:
+            return _extended(graph, compilation)
+
         if self.compiler == "inductor":
             meshes = _caches.meshes_in(example_inputs)
             compiled = compile_inductor(
@@ -139,9 +144,10 @@ class BucketingBackend:
                 cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
                 prefetch=self.prefetch,
                 meshes=meshes,
+                extend=extend if compilation.extension else None,
             )
         else:
-            compiled = self._compile_aot(gm, example_inputs, compilation, agrees)
+            compiled = self._compile_aot(gm, example_inputs, compilation, agrees, extend)
         if is_fresh:
             compiled = as_fresh_frame(compiled)
         for p in (*self.pipeline.forward_backward, *self.pipeline.joint):
@@ -154,8 +160,9 @@ class BucketingBackend:
         example_inputs: Sequence[Any],
         compilation: Compilation,
         agrees: bool,
+        extend: Callable[[fx.GraphModule], tuple[list[Any], _aot.Wrap]],
     ) -> Callable[..., Any]:
-        def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def each(graph: fx.GraphModule) -> _aot.Wrap:
             launches_after = _run_each(self.pipeline, graph, compilation)
             if not agrees:
                 return lambda run: run
@@ -166,9 +173,14 @@ class BucketingBackend:
             gm,
             example_inputs,
             joint=lambda graph: self.pipeline.run("joint", graph, compilation),
+            extend=extend,
             each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
+
+    def _extension(self) -> Extension | None:
+        """Return what adds nodes to the graphs of a new compile."""
+        return None
 
     def __repr__(self) -> str:
         """Return the code that makes the backend, without arguments that have their defaults."""
@@ -215,9 +227,9 @@ class _InductorPass(CustomGraphPass):
             self._passes.run("joint", graph, self._compilation)
             return
         report = self._compilation.report
-        graphs, schedules = len(report.graphs), len(report.schedules)
+        done = len(report.graphs), len(report.schedules), len(report.estimates)
         launches_after = _run_each(self._passes, graph, self._compilation)
-        self._made = report.since(graphs, schedules)
+        self._made = report.since(*done)
         launches = launches_after()
         _warn_of_group_names(launches)
         if self._agrees:
@@ -271,6 +283,24 @@ def _run_each(
     buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
     planned_with = passes.planned_with(compilation)
     return lambda: launches_of(g, _aot.stage_of(g), buckets, planned_with)
+
+
+def _extended(graph: fx.GraphModule, compilation: Compilation) -> tuple[list[Any], _aot.Wrap]:
+    """Extend a graph; return fake tensors for its new inputs, and what gives it their values."""
+    extension = compilation.extension
+    inputs = extension.append(graph.graph, compilation.input_fqns) if extension else []
+    if extension is None or not inputs:
+        return [], lambda compiled: compiled
+
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(args: list[Any]) -> Any:
+            args.extend(extension.values())
+            return compiled(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return [node.meta["val"] for node in inputs], wrap
 
 
 backend = BucketingBackend

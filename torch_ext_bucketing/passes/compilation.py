@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.fx as fx
@@ -21,6 +22,7 @@ from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.unwrap import GraphLike, graph_of
 from ..reports.compile import CompileReport
+from ..reports.rewrites import RewriteReport
 from .facts import Baseline, Fact
 
 
@@ -38,6 +40,27 @@ class Choice:
     limit_bytes: int | None = None
 
 
+class Extension(Protocol):
+    """Adds nodes to the graphs after the partitioner."""
+
+    def append(self, graph: fx.Graph, fqn_of: FqnOf | None) -> list[fx.Node]:
+        """Add nodes before the passes run; return new inputs, which stand after the others."""
+
+    def merged(self, graph: fx.Graph) -> RewriteReport | None:
+        """Change added nodes once collectives are merged, before nodes are ordered.
+
+        Returns:
+            What was added; None if it was returned before.
+        """
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of new inputs that no other graph knows of."""
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the values of the new inputs, before each run of the graph that has them."""
+
+
 @dataclass
 class Compilation:
     """One compile.
@@ -52,6 +75,7 @@ class Compilation:
         tagged: number of collectives of the joint graph with a tag.
         choice: set by ``ReshardAfterForward("auto")``.
         baseline: memory of the current graph, set by the pipeline.
+        extension: adds nodes to the graphs after the partitioner.
     """
 
     input_fqns: FqnOf | None = None
@@ -64,6 +88,7 @@ class Compilation:
     tagged: int = 0
     choice: Choice | None = None
     baseline: Baseline = field(default_factory=Baseline)
+    extension: Extension | None = None
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
     _uncovered: set[str] = field(default_factory=set)
@@ -77,6 +102,14 @@ class Compilation:
                 g, self.size_hints, external_live_bytes=self.baseline.external_live_bytes
             )
         return self._analysis
+
+    def complete(self, graph: GraphLike) -> None:
+        """Call :meth:`Extension.merged`; calling it again changes nothing."""
+        if self.extension is not None:
+            report = self.extension.merged(graph_of(graph))
+            if report is not None:
+                self.report.rewrites.append(report)
+                self.changed()
 
     def changed(self) -> None:
         """Drop the analysis, because a pass may have changed the graph."""

@@ -1,9 +1,11 @@
 """Make Inductor keep an order.
 
-Inductor's scheduler may move a node to anywhere after its inputs. This pins how collectives, waits
-and compute nodes interleave; the kernels between them may still fuse::
+Inductor's scheduler may move a node to anywhere after its inputs: to lower the peak of memory
+(``reorder_for_peak_memory``), to start collectives earlier (``enable_simple_overlap``), to have
+fewer partitions for CUDA graphs. This pins the order of collectives, waits and compute nodes.
+Kernels between them may still fuse and move::
 
-    mm1  rs  mm2  wait  mm3         rs after mm1, mm2 after rs, wait after mm2, mm3 after wait
+    mm1  mm2  rs  mm3  wait         mm2 after mm1, rs after mm2, mm3 after rs, wait after mm3
 
 It also pins where a bucket of reductions is packed. Inductor allocates the whole buffer for the
 first kernel that writes a part of it. That kernel may fuse with the one that computes the part,
@@ -18,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from .._torch.sorting import run_after
-from ..graph.collectives import is_collective, is_compute, is_view, started_by
+from ..graph.collectives import is_collective, is_compute, is_number, is_view, started_by
 
 
 def pin_order(graph: fx.Graph) -> int:
@@ -32,21 +34,20 @@ def pin_order(graph: fx.Graph) -> int:
     """
     packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
     wanted: dict[fx.Node, list[fx.Node]] = {}
-    compute: fx.Node | None = None
-    since: list[fx.Node] = []  # collectives and waits since then
+    pinned: list[fx.Node] = []
+    after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
     for node in graph.nodes:
-        if node in packs:
-            if compute is not None or since:
-                wanted[node] = since[-1:] or [compute]
-        elif is_compute(node):
-            if since:
-                wanted[node] = since
-            compute, since = node, []
-        elif is_collective(node) or started_by(node) is not None:
-            before = [since[-1]] if since else [compute] if compute is not None else []
-            if before and before[0] not in node.all_input_nodes:
-                wanted[node] = before
-            since = [node]
+        # A number, such as a size, needs no kernel of the node that it is read from.
+        after[node] = (
+            0 if is_number(node) else max(map(after.__getitem__, node.all_input_nodes), default=0)
+        )
+        in_order = is_collective(node) or started_by(node) is not None or is_compute(node)
+        if (in_order or node in packs) and after[node] < len(pinned):
+            wanted[node] = pinned[-1:]
+            after[node] = len(pinned)
+        if in_order:
+            pinned.append(node)
+            after[node] = len(pinned)
     run_after(graph, wanted)
     return len(wanted)
 

@@ -112,6 +112,8 @@ class Pipeline:
             compilation.changed()
             _show(g, f"{name}_{i}_{p.name}_after")
             compilation.report.passes.append(PassTime(name, p.name, seconds))
+        if stage == "forward_backward":
+            compilation.complete(graph)
         warn_of_silence(g, compilation.report.graphs[done:], compilation)
 
     def planned_with(self, compilation: Compilation) -> str:

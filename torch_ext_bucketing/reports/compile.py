@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from .base import Report
 from .buckets import BucketReport
+from .estimate import EstimateReport
 from .graph import GraphReport, emit
 from .keep import KeepReport
 from .rewrites import RewriteReport
@@ -33,6 +34,7 @@ class CompileReport(Report):
         warnings: texts of the warnings.
         disabled: passes that ``TORCH_EXT_BUCKETING_DISABLE`` switched off.
         rewrites: changes of the joint graph.
+        estimates: times of the graphs as they were compiled, if a pass added them.
     """
 
     derived = ("collectives_before", "collectives_after")
@@ -42,6 +44,7 @@ class CompileReport(Report):
     passes: list[PassTime] = field(default_factory=list)
     disabled: tuple[str, ...] = ()
     rewrites: list[RewriteReport | KeepReport] = field(default_factory=list)
+    estimates: list[EstimateReport] = field(default_factory=list)
 
     @classmethod
     def joined(cls, reports: Iterable[CompileReport]) -> CompileReport:
@@ -53,17 +56,19 @@ class CompileReport(Report):
         whole.disabled = tuple(dict.fromkeys(whole.disabled))
         return whole
 
-    def since(self, graphs: int, schedules: int) -> CompileReport:
+    def since(self, graphs: int, schedules: int, estimates: int = 0) -> CompileReport:
         """Copy what a cache stores with a graph.
 
         Args:
-            graphs: number of earlier graphs, which are left out; ``schedules`` likewise.
+            graphs: number of earlier graphs, which are left out; ``schedules`` and ``estimates``
+                likewise.
         """
         return CompileReport(
             self.graphs[graphs:],
             list(self.warnings),
             self.schedules[schedules:],
             rewrites=list(self.rewrites),
+            estimates=self.estimates[estimates:],
         )
 
     def add_cached(self, kept: CompileReport) -> None:
@@ -72,6 +77,7 @@ class CompileReport(Report):
             self.graphs.append(replace(graph, from_cache=True))
             emit(self.graphs[-1])
         self.schedules += kept.schedules
+        self.estimates += kept.estimates
         # If the joint graph was traced again, this compile has reported its rewrites.
         self.rewrites = self.rewrites or list(kept.rewrites)
         self.warnings += [text for text in kept.warnings if text not in self.warnings]

@@ -69,6 +69,8 @@ class Row:
         chunk_bytes: consecutive bytes of a buffer that go to one ring channel.
         expert: number of ranks that share the experts.
         spmd: torchtitan's backend for parallelism other than data parallelism, for its own models.
+        optimizer: an entry of ``steps.OPTIMIZERS``, whose updates are planned with the graphs.
+        max_norm: with it, the norm that gradients are clipped to; 0: they are not.
         case: an entry of ``cases.CASES``, which has a model of its own, and no control.
         layout: whether members and byte offsets of all buckets must be those of eager FSDP2.
         unlike: why the bits can't be eager FSDP2's. Then they must differ, with a warning.
@@ -97,6 +99,8 @@ class Row:
     chunk_bytes: int = CHUNK_BYTES
     expert: int = 1
     spmd: Literal["partial_dtensor", "spmd_types"] = "partial_dtensor"
+    optimizer: str = ""
+    max_norm: float = 0.0
     case: str = ""
     layout: bool = True
     unlike: str = ""
@@ -207,6 +211,29 @@ def _spmd_types() -> Iterator[Row]:
             yield Row(f"spmd_types/{by}/{name}", model, spmd="spmd_types", **{**fields, **way})
 
 
+def _steps() -> Iterator[Row]:
+    """Return rows with clipping and the optimizer in the planned graphs."""
+    clipped: dict[str, Any] = {"optimizer": "adamw", "max_norm": 0.5}
+    yield from (Row(f"step/{name}", "llama", optimizer=name) for name in _OPTIMIZERS)
+    yield from (
+        Row(f"step/clip/{name}", "llama", optimizer=name, max_norm=0.5) for name in _OPTIMIZERS
+    )
+    yield Row("step/clip/hsdp", "llama", mesh=(2, 2), mode="hybrid_shard", **clipped)
+    yield Row("step/clip/fsdp+tp", "llama", mesh=(2, 2), tensor="cut", **clipped)
+    for model in ("moe", "uneven", "frozen", "unused"):
+        yield Row(f"step/clip/{model}", model, layout=model != "unused", **clipped)
+    yield Row("step/clip/inductor", "llama", backend="inductor", **clipped)
+    yield Row("step/clip/fp32", "llama", dtype="fp32", **clipped)
+    yield Row("step/clip/accumulate", "llama", microbatches=3, **clipped)
+    yield Row("step/clip/hf_qwen3", "hf_qwen3", layers=1, **clipped)
+    # Norms are parameters of the whole mesh only with sequence parallelism.
+    tensor = {**_TENSOR, **clipped, "mesh": (2, 2)}
+    yield Row("step/clip/fsdp2_tp2_sp", tensor="module+sequence", **tensor)
+
+
+_OPTIMIZERS = ("adamw", "adamw_fused", "adamw_single", "adam", "sgd")
+
+
 def _case(name: str, unlike: str = "") -> Row:
     return Row(f"everyday/{name}", case=name, unlike=unlike, layout=False)
 
@@ -255,6 +282,7 @@ ROWS: tuple[Row, ...] = (
     Row("graph_trainer/llama3", "llama3", **_TRAINER),
     Row("graph_trainer/deepseek_v3_experts", "deepseek_v3", expert=2, **_TRAINER),
     *_spmd_types(),
+    *_steps(),
     *(
         Row(f"reshard_to/{model}", model, to=2)
         for model in ("llama", "moe", "vit", "uneven", "tied_chunked", "checkpointed")

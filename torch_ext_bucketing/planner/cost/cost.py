@@ -33,6 +33,7 @@ from ...graph.collectives import (
 )
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
+from ...graph.writes import written_values
 from .machine import H100, Machine
 from .network import is_time
 
@@ -70,7 +71,10 @@ class Costs:
         inputs = sum(map(self.result_bytes, node.all_input_nodes))
         if node.target is _SLICE_COPY:
             inputs = self.result_bytes(node)  # the rest is not read
-        ms = self.kernel(self.result_bytes(node) + inputs)
+        written = self.result_bytes(node)
+        if node.meta.get("val") is None:  # it returns nothing: it writes to its inputs
+            written = sum(map(self.result_bytes, written_values(node)))
+        ms = self.kernel(written + inputs)
         if is_compute(node):
             # The rate is that of the factors: products of 8-bit values have a wider dtype.
             values = (
@@ -78,12 +82,13 @@ class Costs:
             )
             dtype = next((t.dtype for t in values), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
-            ms = max(ms, self._flops(node) / rate * 1e3)
+            ms = max(ms, self._flops(node) / rate * 1e3 * self._factor("kernel"))
         return ms
 
     def kernel(self, nbytes: int) -> float:
         """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""
-        return max(nbytes / self.machine.bandwidth * 1e3, self.machine.kernel_ms)
+        ms = max(nbytes / self.machine.bandwidth * 1e3, self.machine.kernel_ms)
+        return ms * self._factor("kernel")
 
     def copy(self, nbytes: int) -> float:
         """Time a copy of ``nbytes`` into or out of a bucket, in milliseconds."""
@@ -125,7 +130,7 @@ class Costs:
             if ms is None:
                 self.by_torch.add(kind)
                 ms = nccl_estimate_ms(node, nbytes)
-            self._known[key] = ms
+            self._known[key] = ms * self._factor(kind)
         return self._known[key]
 
     def as_kind(self, kind: str, like: fx.Node, nbytes: int, group: str | None = None) -> float:
@@ -177,6 +182,9 @@ class Costs:
                 result = sent if COLLECTIVES[kind].whole_output else sent // group_size(node)
                 found[i] = self.as_kind(kind, node, sent + result)
         return found
+
+    def _factor(self, kind: str) -> float:
+        return self.machine.factors.get(kind, 1.0)
 
     def _ranks_of(self, group: str) -> tuple[int, ...]:
         if group not in self._ranks:

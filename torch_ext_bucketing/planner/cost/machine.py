@@ -36,6 +36,7 @@ GroupLayout = tuple[int, int]
 """The number of ranks of a process group, and the number of nodes that they are on."""
 Table = Mapping[tuple[str, int | GroupLayout], Sequence[tuple[int, float]]]
 _FORMAT = 1
+_SUFFIX = ", corrected"
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,16 @@ class Machine:
         intra: the network inside a node. Groups without a time in ``collectives`` take that of the
             two levels (:meth:`.Machine.network_ms`), or torch's estimate where there are none.
         inter: the network between nodes. Every rank of a node has its ``bandwidth``.
+        factors: what times are multiplied by, by kind of collective and ``"kernel"``; others by 1.
+            ``tune`` finds them by measuring (:meth:`corrected`).
         estimate: ``(node, nbytes | None) -> ms | None``, called first, for kernels and collectives.
             ``nbytes`` (input and output) is given for a bucket that isn't merged yet. None leaves
             the node to the rest of the machine. It must return the same on every rank, so it must
             read no clock. Without a ``uuid()`` it disables Inductor's caches.
 
     Raises:
-        TypeError: ``flops`` or ``collectives`` is not a mapping, ``intra`` or ``inter`` not a
-            :class:`.Level`, or ``estimate`` not callable.
+        TypeError: ``flops``, ``factors`` or ``collectives`` is not a mapping, ``intra`` or
+            ``inter`` not a :class:`.Level`, or ``estimate`` not callable.
         ValueError: a rate is not positive, a time is negative, ``ranks_per_node`` is below 1, one
             of the levels or ``ranks_per_node`` is missing, the levels differ in the number of
             protocols, or ``collectives`` has an unknown key or an empty or malformed series.
@@ -80,14 +83,22 @@ class Machine:
     ranks_per_node: int | None = None
     intra: Level | None = None
     inter: Level | None = None
+    factors: Mapping[str, float] = field(default_factory=dict)
     estimate: Callable[[fx.Node, int | None], float | None] | None = None
 
     def __post_init__(self) -> None:
-        for name, mapping in (("flops", self.flops), ("collectives", self.collectives)):
+        for name in ("flops", "factors", "collectives"):
+            mapping = getattr(self, name)
             if not isinstance(mapping, Mapping):
                 raise TypeError(f"{name} must be a mapping, got {mapping!r}")
         for name, rate in {**self.flops, "other_flops": self.other_flops}.items():
             check_rate(name, rate)
+        for kind, factor in self.factors.items():
+            if (kind != "kernel" and kind not in COLLECTIVES) or not is_time(factor) or not factor:
+                raise ValueError(
+                    f"factors[{kind!r}] = {factor!r}: a key is 'kernel' or a kind of collective, a "
+                    "factor positive"
+                )
         check_rate("bandwidth", self.bandwidth)
         check_time("kernel_ms", self.kernel_ms)
         for name, level in (("intra", self.intra), ("inter", self.inter)):
@@ -157,6 +168,12 @@ class Machine:
         members = Counter(rank // per_node for rank in ranks).values()
         return levels_ms(COLLECTIVES[kind], list(members), nbytes, intra, inter)
 
+    def corrected(self, factors: Mapping[str, float]) -> Machine:
+        """Return the machine with times multiplied by ``factors``, besides its own."""
+        kinds = {**self.factors, **factors}
+        product = {k: self.factors.get(k, 1.0) * factors.get(k, 1.0) for k in kinds}
+        return replace(self, name=f"{self.name.removesuffix(_SUFFIX)}{_SUFFIX}", factors=product)
+
     def save(self, path: str | Path) -> None:
         """Write the machine as JSON, for :meth:`load`.
 
@@ -169,6 +186,7 @@ class Machine:
                 "a machine with an estimate can't be saved: no file can hold a callable"
             )
         document = {"format": _FORMAT, **vars(self), "flops": dict(self.flops)}
+        document["factors"] = dict(self.factors)
         del document["estimate"]
         for name, level in (("intra", self.intra), ("inter", self.inter)):
             document[name] = None if level is None else list(vars(level).values())

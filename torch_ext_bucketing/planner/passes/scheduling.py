@@ -11,6 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch.fx as fx
+
+from ..._torch.aot import stage_of
 from ...bucketing.caps import ByCap, Eligible
 from ...bucketing.groups import Groups, check_groups
 from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
@@ -71,9 +74,10 @@ class Schedule(GraphPass):
         compilation: Compilation,
         searched: Searched | None = None,
     ) -> None:
+        compilation.complete(graph)
         report = schedule(
             graph_of(graph),  # the module is recompiled once, after all passes
-            self._bounded(compilation),
+            self._bounded(compilation, graph_of(graph)),
             machine=self._machine,
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
@@ -82,12 +86,16 @@ class Schedule(GraphPass):
         )
         compilation.report.schedules.append(replace(report, caps=searched and searched.report))
 
-    def _bounded(self, compilation: Compilation) -> tuple[Policy, ...]:
+    def _bounded(self, compilation: Compilation, graph: fx.Graph) -> tuple[Policy, ...]:
         """Return the policies, and the memory bound of ``ReshardAfterForward("auto")``, if any."""
         if compilation.choice is None or compilation.choice.limit_bytes is None:
             return self._policies
         reference = compilation.baseline.peak_bytes or sys.maxsize
-        return within(self._policies, compilation.choice.limit_bytes, reference)
+        limit = compilation.choice.limit_bytes
+        if compilation.extension is not None and stage_of(graph) == "backward":
+            # Optimizer state was taken off the bound, and is an input here.
+            limit += compilation.extension.extra_bytes
+        return within(self._policies, limit, reference)
 
     def settings(self) -> tuple[Any, ...]:
         """Return the fields, and the job's machine if none was given."""
@@ -166,7 +174,7 @@ class BucketAndSchedule(Schedule):
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
         found = self._search(
-            self._bounded(compilation),
+            self._bounded(compilation, graph_of(graph)),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
         ).search(analysis)

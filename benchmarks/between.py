@@ -1,0 +1,106 @@
+"""Show what a bucket that passes over other collectives costs in memory.
+
+    python -m benchmarks.between                   the backward graph of a mixture of experts
+    python -m benchmarks.between --only 'llama3_8b_*.backward.recompute' --cap 25
+
+The patched torch's ``pre_bucket_fsdp_collectives`` runs on the graph for each value of
+``bucket_max_collectives_between``, then the sort that the overlap scheduler begins with. Peak
+memory and step are those of that order on the package's cost model. The longest run counts compute
+nodes (matmuls, attention) between two starts of reduce-scatters.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from collective_graphs import MAX_BETWEEN
+
+from torch_ext_bucketing.testing.demo.table import columns
+
+from .bucketing import check_torch, counts, default_cap, run_child, run_torchs
+from .command import add_json, document_of, parser_of, title, write_results
+from .graphs import chosen, load
+
+VALUES = (0, 8, 32, None)
+GIB = 2**30
+
+
+def child(name: str, cap_mb: float, layers: int | None) -> None:
+    """Bucket the graph with each value, and print what is left as JSON."""
+    from torch._inductor import config
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    from eager_parity.devices import nodes
+    from torch_ext_bucketing.graph.size_hints import SizeHints
+    from torch_ext_bucketing.planner.cost.cost import Costs
+    from torch_ext_bucketing.planner.schedule.model import model_of
+    from torch_ext_bucketing.planner.schedule.timeline import Timeline
+
+    logging.getLogger("torch._inductor.fx_passes").setLevel(logging.ERROR)
+    check_torch("unset")
+    rows = []
+    for value in ("unbucketed", *VALUES):
+        graph = load(name, layers, quiet=True)
+        if value != "unbucketed":
+            with config.patch({MAX_BETWEEN: value}):
+                run_torchs(graph, cap_mb)
+            stable_topological_sort(graph.gm.graph)
+        costs = Costs(nodes(None), SizeHints(graph.config.size_hints))
+        reached = Timeline.of(model_of(graph.gm.graph, costs))
+        rows.append(
+            {
+                "graph": name,
+                "cap_mb": cap_mb,
+                "between": value,
+                **counts(graph),
+                "peak_gib": reached.peak_bytes / GIB,
+                "step_ms": reached.step_ms,
+                "longest_run": reached.longest_run,
+            }
+        )
+    print(json.dumps(rows))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Render one line per graph and value."""
+    lines = [["graph", "cap", "between", "AG", "RS", "peak GiB", "step ms", "longest run"]]
+    for r in rows:
+        kinds = [str(r.get(kind, 0)) for kind in ("all_gather", "reduce_scatter")]
+        lines.append(
+            [r["graph"], f"{r['cap_mb']:g}", str(r["between"]), *kinds]
+            + [f"{r['peak_gib']:.2f}", f"{r['step_ms']:.0f}", str(r["longest_run"])]
+        )
+    return columns(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    parser = parser_of("python -m benchmarks.between", __doc__)
+    default = ["deepseek_v3_fsdp64_ep8.backward.recompute"]
+    parser.add_argument(
+        "--only", nargs="+", default=default, metavar="GRAPH", help="names, patterns"
+    )
+    parser.add_argument("--cap", type=float, metavar="MIB", help="bucket cap")
+    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
+    add_json(parser)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    names = chosen(parser, args.only, bool(args.child))
+    if args.child:
+        child(names[0], args.cap, args.layers)
+        return 0
+    document = document_of("python -m benchmarks.between", arguments)
+    document["rows"] = rows = []
+    for name in names:
+        given = ["--only", name, "--cap", str(args.cap or default_cap(name))]
+        given += ["--layers", str(args.layers)] if args.layers else []
+        rows += run_child("benchmarks.between", "patched", given)
+    write_results(args.json, document, f"{title(document)}\n\n{table(rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The tuner on real gloo ranks: the same bits, failing and late ranks, records."""
+
+import contextlib
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_models import TwoBlocks
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from eager_parity.devices import start
+from torch_ext_bucketing.errors import TuningError
+from torch_ext_bucketing.testing.ranks import run_ranks
+from torch_ext_bucketing.testing.training import digest
+from torch_ext_bucketing.tuning.candidates import candidates
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+NAMES = ("estimate", "units, graph's order", "no buckets")
+SOON = timedelta(seconds=60)
+
+
+@contextlib.contextmanager
+def gloo(rank):
+    torch.set_num_threads(1)
+    start(rank, "gloo")
+    try:
+        yield init_device_mesh("cpu", (rank.world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+class Training:
+    """A small model's training; ``digests`` are of the weights after each step."""
+
+    def __init__(self, rank, mesh, reduce="all_to_all", compiler="aot_eager"):
+        torch.manual_seed(0)
+        self.rank, self.model = rank.rank, TwoBlocks()
+        teb.data_parallel(self.model, mesh, param_dtype=torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        units = ["layers.0", "layers.1", ""]
+        found = candidates(self.model, compiler, units=units, reduce=reduce)
+        self.candidates = {name: found[name] for name in NAMES}
+        self.digests = [digest(self.model)]
+
+    def compile(self, backend):
+        self.run = torch.compile(self.model, backend=backend, fullgraph=True)
+
+    def step(self, before_optimizer=lambda: None):
+        torch.manual_seed(len(self.digests) * 100 + self.rank)
+        self.run(torch.randint(12, (2, 3))).square().mean().backward()
+        before_optimizer()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.digests.append(digest(self.model))
+
+
+def _tunes(rank, compiler):
+    with gloo(rank) as mesh:
+        plain = Training(rank, mesh, compiler=compiler)
+        plain.compile(plain.candidates["units, graph's order"])
+        tuned = Training(rank, mesh, compiler=compiler)
+        tuner = teb.tune(tuned.model, tuned.candidates, steps=2, timeout=SOON)
+        tuned.compile(tuner)
+        step = tuner.step(tuned.step)
+        chosen_after = []
+        for _ in range(16):
+            plain.step()
+            step()
+            chosen_after.append(tuner.chosen)
+        assert tuned.digests == plain.digests
+        # A later start: another model, compiled again.
+        torch._dynamo.reset()
+        again = Training(rank, mesh, compiler=compiler)
+        later = teb.tune(again.model, again.candidates, steps=2, timeout=SOON)
+        again.compile(later)
+        for _ in range(3):
+            later.step(again.step)()
+        assert again.digests == plain.digests[:4]
+        assert (later.report.from_cache, later.chosen) == (True, tuner.chosen)
+        assert [len(c.reports) for c in again.candidates.values()].count(0) == len(NAMES) - 1
+        return chosen_after, tuner.report
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.once])]
+)
+def test_training_goes_on_through_it_with_the_bits_of_one_plan(compiler, tmp_path):
+    folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    (mine, report), other = run_ranks(_tunes, 2, compiler, timeout_s=400, environment=folder)
+    assert other == (mine, report)
+    # A step of each that compiles and two that are measured; again two of those that are close.
+    first = mine.index(report.chosen) + 1
+    assert first in (9, 9 + 4, 9 + 6)
+    assert mine == [None] * (first - 1) + [report.chosen] * (17 - first)
+    assert not report.bits_depend
+    assert [c.name for c in report.candidates] == list(NAMES)
+    assert (report.ranks, report.steps) == (2, 2 if first == 9 else 4)
+    for c in report.candidates:
+        assert 0 < c.graphs_ms < c.step_ms
+        assert min(c.estimated_ms, c.estimated_bytes) > 0
+        assert c.peak_bytes > 2**20
+    fastest = min(report.candidates, key=lambda c: c.step_ms)
+    assert fastest.name == report.chosen
+    assert report.factors.keys() == {"kernel", "all_gather", "all_to_all"}
+    assert teb.Machine().corrected(report.factors).factors == report.factors
+
+
+class CompileError(Exception):
+    """What a backend raises."""
+
+
+def _raising_backend(gm, inputs, **kwargs):
+    raise CompileError("no compiler")
+
+
+def _stops(rank, how):
+    with gloo(rank) as mesh:
+        training = Training(rank, mesh, reduce=None)
+        timeout = timedelta(seconds=3 if how == "late" else 60)
+        given = dict(training.candidates)
+        if how == "compile" and rank.rank == 1:
+            given["no buckets"] = _raising_backend
+        tuner = teb.tune(training.model, given, steps=2, timeout=timeout)
+        training.compile(tuner)
+        step = tuner.step(training.step)
+
+        def fail():
+            raise ValueError("boom")
+
+        if how != "compile":
+            step(), step()
+            dist.barrier()
+        whole = training.digests[-1]
+        began = time.monotonic()
+        try:
+            if rank.rank == 1:
+                if how == "late":
+                    time.sleep(6)
+                step(fail if how == "raise" else lambda: None)
+            else:
+                step()
+        except TuningError as error:
+            assert digest(training.model) == whole
+            return str(error), error.candidate, error.ranks, time.monotonic() - began
+        return None
+
+
+def test_a_rank_that_fails_before_the_optimizer_stops_all_with_the_weights_of_before():
+    found = run_ranks(_stops, 2, "raise", timeout_s=200)
+    for text, candidate, ranks, seconds in found:
+        assert text.startswith("candidate 'no buckets': rank 1 failed before the optimizer's step")
+        assert "ValueError: boom" in text
+        assert (candidate, ranks) == ("no buckets", (1,))
+        assert seconds < 30
+
+
+def test_a_late_rank_is_named_on_every_rank():
+    for text, candidate, ranks, _ in run_ranks(_stops, 2, "late", timeout_s=200):
+        assert text == "candidate 'no buckets': rank 1 did not come to the step in 3 s"
+        assert (candidate, ranks) == ("no buckets", (1,))
+
+
+def test_a_candidate_that_does_not_compile_on_one_rank_stops_all():
+    for text, candidate, ranks, _ in run_ranks(_stops, 2, "compile", timeout_s=200):
+        assert "rank 1 failed before the optimizer's step" in text
+        assert "no compiler" in text
+        assert (candidate, ranks) == ("no buckets", (1,))

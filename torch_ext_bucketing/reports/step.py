@@ -1,0 +1,49 @@
+"""The report of clipping and updates in a backward graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .base import LeftAlone
+from .rewrites import RewriteReport
+from .text import sizes_text
+
+
+@dataclass(frozen=True)
+class StepReport(RewriteReport):
+    """Report of the updates in a backward graph.
+
+    Args:
+        gradients: number of parameters with a gradient; as many gradients were outputs before.
+        updates: per call that updates parameters, their FQNs, in the order of the graph.
+        norm_kernels: number of calls that compute norms of gradients.
+        norm_reductions: number of all-reduces of the norm; None: no clipping.
+        state_bytes: bytes of optimizer state that the graph reads on this rank.
+        buffer_bytes: bytes that the largest update allocates while it runs.
+    """
+
+    rewrite = "optimizer"
+    heading = "updates in the backward graph"
+    gradients: int
+    updates: tuple[tuple[str, ...], ...]
+    norm_kernels: int
+    norm_reductions: int | None
+    state_bytes: int
+    buffer_bytes: int
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        number = sum(map(len, self.updates))
+        state, buffers = sizes_text(self.state_bytes, self.buffer_bytes)
+        lines = [
+            f"{self.gradients} gradients, {number} updated here in {len(self.updates)} calls",
+            f"optimizer state {state}, buffers of an update at most {buffers}",
+        ]
+        if self.norm_reductions is None:
+            return [*lines, "each update follows its gradients' reduction, which frees them"]
+        return [
+            *lines,
+            f"{self.norm_kernels} calls for norms, which follow each reduction; "
+            f"{self.norm_reductions} all-reduces of the norm",
+            f"waits for the norm: {len(self.updates)} updates, scaling, and all gradients' memory",
+        ]

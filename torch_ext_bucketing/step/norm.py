@@ -1,0 +1,98 @@
+"""Append the norm of all gradients, as ``clip_grad_norm_`` computes it on sharded parameters.
+
+Eager takes a norm per gradient on the local shard, stacks them, and all-reduces the stack over
+each mesh dimension that shards them (``_NormPartial`` in torch's ``_math_ops.py``)::
+
+    [n] local norms -> ** p -> all_reduce(sum) -> ** (1 / p) -> norm of the n norms
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from .._torch.process_groups import as_argument, mesh_group
+from .._torch.sharded import sharded_dims
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+_EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
+
+
+def _operator(schema: str, run: Callable[..., Any]) -> Any:
+    """Define an operator that runs the kernels of ``run``, in Inductor's graphs as well."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_ext_bucketing::{name}", run, lib=_library)
+    return getattr(torch.ops.torch_ext_bucketing, name).default
+
+
+def _total_norm(vectors: list[Tensor], norm_type: float) -> Tensor:
+    totals = [torch.linalg.vector_norm(v, norm_type) for v in vectors]
+    if len(totals) == 1:
+        return totals[0]
+    return torch.linalg.vector_norm(torch.stack(totals), norm_type)
+
+
+def _coefficient(total: Tensor, max_norm: float) -> Tensor:
+    return torch.clamp(max_norm / (total + _EPS), max=1.0)
+
+
+def _not_finite(total: Tensor) -> Tensor:
+    return total.isfinite().logical_not().float()
+
+
+_library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
+NORMS = _operator("norms(Tensor[] grads, float norm_type) -> Tensor[]", torch._foreach_norm)
+_STACK = _operator("stack(Tensor[] norms) -> Tensor", torch.stack)
+_TOTAL = _operator("total_norm(Tensor[] vectors, float norm_type) -> Tensor", _total_norm)
+_COEFFICIENT = _operator("coefficient(Tensor total, float max_norm) -> Tensor", _coefficient)
+NOT_FINITE = _operator("not_finite(Tensor total) -> Tensor", _not_finite)
+
+Call = Callable[..., fx.Node]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How gradients are clipped.
+
+    Args:
+        max_norm: as in :func:`torch.nn.utils.clip_grad_norm_`; so is ``norm_type``.
+        skip: whether a step whose norm is not finite changes nothing.
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+    skip: bool = False
+
+    def append(
+        self, call: Call, gradients: Sequence[fx.Node], parameters: Sequence[torch.Tensor]
+    ) -> fx.Node:
+        """Append the total norm of ``gradients``, in the order given; return its node."""
+        by_mesh: dict[Any, list[fx.Node]] = {}
+        for gradient, parameter in zip(gradients, parameters, strict=True):
+            norms = call(NORMS, [gradient], self.norm_type)
+            local = call(operator.getitem, norms, 0)
+            by_mesh.setdefault(sharded_dims(parameter), []).append(local)
+        vectors = []
+        for dims, norms in by_mesh.items():
+            vector = call(_STACK, norms)
+            for mesh, dim in dims:
+                group = as_argument(mesh_group(mesh, dim))
+                vector = call(_aten.pow.Tensor_Scalar, vector, self.norm_type)
+                vector = call(_c10d.all_reduce.default, vector, "sum", group)
+                vector = call(_c10d.wait_tensor.default, vector)
+                vector = call(_aten.pow.Tensor_Scalar, vector, 1.0 / self.norm_type)
+            vectors.append(vector)
+        return call(_TOTAL, vectors, self.norm_type)
+
+    def coefficient(self, call: Call, total: fx.Node) -> fx.Node:
+        """Append what gradients are multiplied with."""
+        return call(_COEFFICIENT, total, self.max_norm)

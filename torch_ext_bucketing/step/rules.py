@@ -1,0 +1,230 @@
+"""The operator that updates parameters, and the optimizers that it knows.
+
+One node updates the parameters of one bucket::
+
+    update_(params, grads, state, numbers, skip, fresh, places, rule, options)
+
+It calls the function of ``torch.optim`` that the optimizer itself calls, on this rank's shards. So
+bits are those of the variant that the optimizer is set to (``fused``, ``foreach`` or one tensor
+after the other), and equal eager's on every device. Numbers such as the learning rate are read
+from the optimizer's groups before every step, and reach the node as a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from .._torch.optimizers import make_state
+
+_library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
+_library.define(
+    "update_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state, Tensor numbers, Tensor? lr, "
+    "Tensor? skip, Tensor? fresh, int[] places, str rule, str options) -> ()"
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer that the operator knows.
+
+    Args:
+        numbers: entries of a group that are read before every step; a pair has several numbers.
+        options: entries of a group that choose the kernels.
+        state: names of the tensors of a parameter's state for a group, in the operator's order.
+        copies: how many copies of the parameters' bytes the kernels allocate for a group.
+        run: calls the function of ``torch.optim``.
+    """
+
+    numbers: tuple[str, ...]
+    options: tuple[str, ...]
+    state: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    copies: Callable[[Mapping[str, Any]], int]
+    run: Callable[..., None]
+
+    def numbers_of(self, group: Mapping[str, Any]) -> list[float]:
+        """Return the numbers of a group; an lr that is a tensor is passed as one."""
+        found: list[float] = []
+        for name in self.numbers:
+            value = group[name]
+            if name == "lr" and isinstance(value, Tensor):
+                value = 0.0
+            found += map(float, value if isinstance(value, tuple | list) else (value,))
+        return found
+
+    def key(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return what a graph depends on."""
+        return self.options_of(group), self.state(group), isinstance(group["lr"], Tensor)
+
+    def options_of(self, group: Mapping[str, Any]) -> str:
+        """Return the options of a group as text, such as ``"foreach=1 fused=-"``."""
+        values = (group.get(name) for name in self.options)
+        text = {True: "1", False: "0", None: "-"}
+        return " ".join(f"{n}={text[v]}" for n, v in zip(self.options, values, strict=True))
+
+
+def _adam_state(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+
+def _adam_copies(group: Mapping[str, Any]) -> int:
+    """Count the denominator, and gradients that are negated or decayed."""
+    decays = group["weight_decay"] and not group.get("decoupled_weight_decay")
+    return 0 if group["fused"] else 1 + int(bool(group["maximize"] or decays))
+
+
+def _run_adam(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: Sequence[list[Tensor]],
+    numbers: Sequence[float],
+    lr: Tensor | None,
+    found_inf: Tensor | None,
+    fresh: Sequence[bool],
+    options: dict[str, Any],
+) -> None:
+    rate, beta1, beta2, eps, weight_decay = numbers
+    steps, exp_avgs, exp_avg_sqs, *rest = state
+    adam(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        rest[0] if rest else [],
+        steps,
+        beta1=beta1,
+        beta2=beta2,
+        lr=rate if lr is None else lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        found_inf=found_inf,
+        has_complex=any(map(torch.is_complex, params)),
+        **options,
+    )
+
+
+def _sgd_state(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _sgd_copies(group: Mapping[str, Any]) -> int:
+    """Count gradients that are negated or decayed, and those of Nesterov's momentum."""
+    changed = bool(group["maximize"] or group["weight_decay"] or group["nesterov"])
+    return 0 if group["fused"] else int(changed)
+
+
+def _run_sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: Sequence[list[Tensor]],
+    numbers: Sequence[float],
+    lr: Tensor | None,
+    found_inf: Tensor | None,
+    fresh: Sequence[bool],
+    options: dict[str, Any],
+) -> None:
+    rate, momentum, dampening, weight_decay = numbers
+    buffers: list[Tensor | None] = [None] * len(params)
+    if state:
+        # The first step copies the gradient, with the sign of its zeros.
+        buffers = [None if new else b for b, new in zip(state[0], fresh, strict=True)]
+    sgd(
+        params,
+        grads,
+        buffers,
+        momentum=momentum,
+        dampening=dampening,
+        lr=rate if lr is None else lr,  # type: ignore[arg-type]
+        weight_decay=weight_decay,
+        found_inf=found_inf,
+        **options,
+    )
+    for made, buffer, new in zip(buffers, state[0] if state else (), fresh, strict=False):
+        if new:
+            assert made is not None
+            buffer.copy_(made)
+
+
+_ADAM = Rule(
+    ("lr", "betas", "eps", "weight_decay"),
+    ("amsgrad", "maximize", "foreach", "capturable", "fused", "decoupled_weight_decay"),
+    _adam_state,
+    _adam_copies,
+    _run_adam,
+)
+_SGD = Rule(
+    ("lr", "momentum", "dampening", "weight_decay"),
+    ("nesterov", "maximize", "foreach", "fused"),
+    _sgd_state,
+    _sgd_copies,
+    _run_sgd,
+)
+RULES: dict[type, str] = {
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adam",
+    torch.optim.SGD: "sgd",
+}
+BY_NAME = {"adam": _ADAM, "sgd": _SGD}
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name of an optimizer's rule; None if its ``step()`` has to run.
+
+    A subclass may have another step, and hooks are called by ``step()`` alone.
+    """
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    return None if differentiable or any(hooks) else RULES.get(type(optimizer))
+
+
+def state_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, names: Sequence[str]
+) -> tuple[list[Tensor], bool]:
+    """Return tensors of a parameter's state, made like the optimizer's, and whether they are new.
+
+    Those that the optimizer's class makes at the first step are made here, except for a momentum
+    buffer, which that step copies from the gradient.
+    """
+    state = optimizer.state[parameter]
+    if not state:
+        make_state(optimizer, group, parameter)
+    new = [name for name in names if state.get(name) is None]
+    for name in new:
+        state[name] = torch.empty_like(parameter)
+    return [state[name] for name in names], bool(new)
+
+
+def _update(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: list[Tensor],
+    numbers: Tensor,
+    lr: Tensor | None,
+    skip: Tensor | None,
+    fresh: Tensor | None,
+    places: list[int],
+    rule: str,
+    options: str,
+) -> None:
+    values = {"1": True, "0": False, "-": None}
+    given = {name: values[v] for name, _, v in (o.partition("=") for o in options.split())}
+    on_device = bool(given.get("fused")) and skip is not None
+    if skip is not None and not on_device and skip.item():
+        return
+    kinds = len(state) // len(params)
+    columns = [list(state[k::kinds]) for k in range(kinds)]
+    new = [False] * len(params) if fresh is None else fresh[places].tolist()
+    found_inf = skip if on_device else None
+    run = BY_NAME[rule].run
+    run(list(params), list(grads), columns, numbers.tolist(), lr, found_inf, new, given)
+
+
+_library.impl("update_", _update, "CompositeExplicitAutograd")
+torch.library.register_fake("torch_ext_bucketing::update_", lambda *args: None, lib=_library)
+UPDATE = torch.ops.torch_ext_bucketing.update_.default

@@ -1,0 +1,228 @@
+"""Run forward, backward, clipping and the optimizer as planned graphs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+
+from ..errors import EagerOptimizerWarning
+from ..fqns import format_names, parameter_names
+from ..passes.backends import BucketingBackend
+from ..passes.base import GraphPass
+from ..passes.compilation import Extension
+from ..recipes import recipe
+from .norm import Norm
+from .rules import BY_NAME, rule_of
+from .update import Epilogue, Trained
+
+Loss = Callable[..., torch.Tensor]
+
+
+@dataclass(eq=False, repr=False)
+class _StepBackend(BucketingBackend):
+    """A backend whose backward graphs update the parameters."""
+
+    epilogue: Callable[[], Epilogue] | None = None
+    epilogues: list[Epilogue] = field(default_factory=list)
+
+    def _extension(self) -> Extension | None:
+        if self.epilogue is None:
+            return None
+        self.epilogues.append(self.epilogue())
+        return self.epilogues[-1]
+
+
+class TrainStep:
+    """Takes training steps; see :func:`train_step`, which makes it.
+
+    Attributes:
+        total_norm: the norm of all gradients in the last step, before clipping, as a scalar tensor;
+            None without ``max_norm``.
+        backend: compiles the step, and has the reports.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        norm: Norm | None,
+        make_backend: Callable[[Callable[[], Epilogue] | None], _StepBackend],
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.total_norm: torch.Tensor | None = None
+        self._loss, self._norm, self._make_backend = loss, norm, make_backend
+        self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
+        self._accumulating: Loss | None = None
+        self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
+        if rule_of(optimizer) is None:
+            warnings.warn(
+                f"{type(optimizer).__name__} has no rule for updates in a graph (its class is not "
+                f"one of Adam, AdamW and SGD, or it has hooks, or is differentiable): its step() "
+                "runs after the planned part, with all gradients in memory",
+                EagerOptimizerWarning,
+                stacklevel=3,
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Take a step.
+
+        Args:
+            args: what ``loss`` gets after the model; so are ``kwargs``.
+
+        Returns:
+            The loss, detached.
+        """
+        self.backend, run = self._compiled()
+        trained = [(fqn, p) for fqn, p in self._parameters if p.requires_grad]
+        with torch.enable_grad():
+            loss = run(self.model, *args, **kwargs)
+        gradients = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+        # Shapes may have chosen between several compiles. Without anything to add, none has run.
+        epilogues = self.backend.epilogues
+        ran = next((e for e in epilogues if e.ran), epilogues[-1])
+        ran.ran = False
+        self.total_norm = ran.total_norm
+        updated = {p.fqn for p in ran.updated}
+        for (fqn, p), gradient in zip(trained, gradients, strict=True):
+            if fqn in updated:
+                p.grad = None
+                torch.autograd.graph.increment_version(p)
+            elif gradient is not None and fqn not in ran.accumulated:
+                p.grad = gradient if p.grad is None else p.grad + gradient
+        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if any(p.grad is not None for p in mine):
+            self.optimizer.step()
+            for p in mine:
+                p.grad = None
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler
+        return loss.detach()
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Add the gradients of a microbatch to ``grad``, reduced; return its loss, detached.
+
+        The next step adds its own, and updates. Arguments are those of a step.
+        """
+        if self._accumulating is None:
+            backend = self._make_backend(None)
+            self._accumulating = torch.compile(self._loss, backend=backend, fullgraph=True)
+        with torch.enable_grad():
+            loss = self._accumulating(self.model, *args, **kwargs)
+        loss.backward()
+        return loss.detach()
+
+    def _compiled(self) -> tuple[_StepBackend, Loss]:
+        """Return what runs a step with the optimizer's present options."""
+        name, groups = rule_of(self.optimizer), self.optimizer.param_groups
+        accumulated = frozenset(fqn for fqn, p in self._parameters if p.grad is not None)
+        options = [(BY_NAME[name].key(g), len(g["params"])) for g in groups] if name else []
+        key = (name, accumulated, *options)
+        if key not in self._made:
+            backend = self._make_backend(lambda: self._epilogue(accumulated))
+            compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
+            self._made[key] = backend, compiled
+        return self._made[key]
+
+    def _epilogue(self, accumulated: frozenset[str]) -> Epilogue:
+        groups = self.optimizer.param_groups if rule_of(self.optimizer) else []
+        group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        trained = {
+            fqn: Trained(fqn, p, place, group_of.get(p, -1))
+            for place, (fqn, p) in enumerate(self._parameters)
+        }
+        return Epilogue(trained, self.optimizer, self._norm, accumulated)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    *,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    skip_nonfinite: bool = False,
+    passes: Iterable[GraphPass] | None = None,
+    compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
+    **options: Any,
+) -> TrainStep:
+    """Plan forward, backward, clipping and the optimizer together.
+
+    ::
+
+        step = train_step(model, optimizer, lambda model, x, y: cross_entropy(model(x), y))
+        for x, y in batches:
+            loss = step(x, y)
+            scheduler.step()
+
+    The updates are nodes of the backward graph: without clipping, a bucket's parameters are updated
+    when its reduction is there, and its gradients freed. Parameters and optimizer state change in
+    place. Their names, values and bits are those of ``loss.backward()``, ``clip_grad_norm_`` over
+    ``model.parameters()`` and ``optimizer.step()``, and a job may go on that way at any step.
+    Gradients that are there before a step, of earlier microbatches, are added; afterwards all that
+    the optimizer used are None.
+
+    The optimizer may be ``Adam``, ``AdamW`` or ``SGD``, with any groups. Its own functions update,
+    so ``fused``, ``foreach`` and neither give the bits that each gives eagerly. Numbers such as the
+    learning rate are read before every step. Any other optimizer runs eagerly after the graphs.
+
+    Args:
+        model: sharded or replicated, as for :func:`.recipe`.
+        optimizer: of parameters of ``model``; others keep their gradients.
+        loss: ``loss(model, *args)`` computes a scalar tensor. It is compiled without graph breaks.
+        max_norm: clip the norm of all gradients to this; so is ``norm_type``. None: no clipping.
+        skip_nonfinite: with ``max_norm``: change nothing in a step whose norm is infinite or NaN.
+            Waits for the norm on the host, unless the optimizer is ``fused``.
+        passes: see :func:`.backend`; None takes :func:`.recipe`'s.
+        compiler: see :func:`.backend`; so are ``options``.
+
+    Raises:
+        TypeError: ``model``, ``optimizer`` or ``loss`` is something else.
+        ValueError: the optimizer has parameters that are not the model's, or needs a closure;
+            ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given without.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"give a torch.nn.Module and a torch.optim.Optimizer, got {model!r} and {optimizer!r}"
+        )
+    if not callable(loss):
+        raise TypeError(f"loss must be a function loss(model, *args), got {loss!r}")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm!r}")
+    if max_norm is None and (skip_nonfinite or norm_type != 2.0):
+        raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
+    if _needs_closure(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() evaluates the model by a closure, which can't be "
+            "planned: take its steps eagerly"
+        )
+    known = set(model.parameters())
+    foreign = [
+        f"param_groups[{i}]['params'][{j}]"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+        if p not in known
+    ]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} parameter(s) of the optimizer are not in {type(model).__name__}: "
+            f"{format_names(foreign)}. Make the optimizer after sharding the model, and give a "
+            "module that has all of them"
+        )
+    chosen = tuple(recipe(model) if passes is None else passes)
+    norm = None if max_norm is None else Norm(float(max_norm), float(norm_type), skip_nonfinite)
+
+    def make_backend(epilogue: Callable[[], Epilogue] | None) -> _StepBackend:
+        return _StepBackend(compiler, chosen, model, epilogue=epilogue, **options)
+
+    return TrainStep(model, optimizer, loss, norm, make_backend)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,333 @@
+"""Append the norm of the gradients and the optimizer's updates to a backward graph.
+
+Before buckets are planned, every gradient gets nodes of its own, and leaves the outputs::
+
+    reduce_scatter -> wait -> grad                          grad of w: output
+
+    reduce_scatter -> wait -> grad -> update_([w], [grad], [state])          grad of w: freed
+
+With clipping, updates wait for the norm, one all-reduce per mesh dimension (:mod:`.norm`)::
+
+    grad -> _foreach_norm -> stack -> pow -> all_reduce -> wait -> pow -> vector_norm -> coefficient
+    grad, coefficient -> _foreach_mul_ -> update_
+
+After buckets are merged, :func:`group_by_bucket` joins the nodes of each bucket's gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+
+from .._torch.aot import mark_backward, stage_of
+from .._torch.descriptors import as_buffer, as_parameter
+from .._torch.sharded import shard_of, sharded_dims
+from ..fsdp.tag_graph import gradients_of, named_inputs
+from ..graph.collectives import is_wait
+from ..graph.tags import buffer_bytes, set_updates, updates_of
+from ..reports.step import StepReport
+from .norm import NORMS, NOT_FINITE, Norm
+from .rules import BY_NAME, UPDATE, Rule, rule_of, state_of
+
+_aten = torch.ops.aten
+_LISTS = (UPDATE, NORMS, _aten._foreach_mul_.Tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A parameter with a gradient.
+
+    Args:
+        place: its place among all trained parameters of the model, in their order.
+        group: the number of its group in the optimizer; -1: its gradient stays an output.
+    """
+
+    fqn: str
+    parameter: nn.Parameter
+    place: int
+    group: int = -1
+
+
+@dataclass(eq=False)
+class Epilogue:
+    """What is appended to the backward graph of a compile.
+
+    Args:
+        trained: parameters by canonical FQN, in the model's order.
+        optimizer: it updates those that have a group.
+        norm: how gradients are clipped; None: not at all.
+        accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
+    """
+
+    trained: dict[str, Trained]
+    optimizer: torch.optim.Optimizer
+    norm: Norm | None = None
+    accumulated: frozenset[str] = frozenset()
+    total_norm: torch.Tensor | None = None
+    updated: list[Trained] = field(default_factory=list)
+    gradients: list[Trained] = field(default_factory=list)
+    ran: bool = False
+    _reported: bool = False
+    rule_name: str = field(init=False)
+    _shards: dict[str, fx.Node] = field(default_factory=dict)
+    _inputs: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+    _new: set[str] = field(default_factory=set)
+    _fresh: torch.Tensor = field(default_factory=lambda: torch.tensor([]))
+    _states: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rule_name = rule_of(self.optimizer) or ""
+
+    def append(self, graph: fx.Graph, fqn_of: Any) -> list[fx.Node]:
+        """Append the nodes to a backward graph, in place; return its new inputs."""
+        if stage_of(graph) != "backward":
+            # The backward graph has the shards that it reads by the same names.
+            self._shards = named_inputs(graph, fqn_of)
+            return []
+        found = [
+            (value, self.trained[fqn])
+            for value, fqn in gradients_of(graph, fqn_of)
+            if fqn in self.trained
+        ]
+        return _Appending(self, graph, found).run() if found else []
+
+    def merged(self, graph: fx.Graph) -> StepReport | None:
+        """Join the nodes of each bucket."""
+        group_by_bucket(graph)
+        reported, self._reported = self._reported, bool(self.updated)
+        if reported or not self.updated:
+            return None
+        updates = [n for n in graph.nodes if n.target is UPDATE]
+        reductions = None
+        if self.norm is not None:
+            reductions = sum(map(len, {sharded_dims(p.parameter) for p in self.gradients}))
+        return StepReport(
+            gradients=len(self.gradients),
+            updates=tuple(map(updates_of, updates)),
+            norm_kernels=sum(n.target is NORMS for n in graph.nodes),
+            norm_reductions=reductions,
+            state_bytes=self.extra_bytes,
+            buffer_bytes=max(map(buffer_bytes, updates), default=0),
+        )
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the optimizer's state, and of gradients of earlier microbatches."""
+        state = sum(t.nbytes for of in self._states.values() for t in of)
+        earlier = (shard_of(self.trained[fqn].parameter) for fqn in self.accumulated)
+        return state + sum(p.nbytes for p in earlier)
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the values of the new inputs for a step, after making state that is missing."""
+        self.read_state()
+        self.ran = True
+        fresh, self._new = self._new, set()
+        self._fresh = torch.tensor([fqn in fresh for fqn in self.trained])
+        return [read() for read in self._inputs]
+
+    def state(self, fqn: str, k: int) -> torch.Tensor:
+        """Return one of the tensors of a parameter's state, as :meth:`read_state` found it."""
+        return self._states[fqn][k]
+
+    def read_state(self) -> None:
+        """Look up the state of all parameters, which a checkpoint may have replaced."""
+        for p in self.updated:
+            group = self.optimizer.param_groups[p.group]
+            names = self.rule.state(group)
+            tensors, new = state_of(self.optimizer, group, p.parameter, names)
+            self._check(p, names, tensors)
+            self._states[p.fqn] = [shard_of(t) for t in tensors]
+            if new:
+                self._new.add(p.fqn)
+
+    def _check(self, p: Trained, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        for name, was, now in zip(names, self._states.get(p.fqn, tensors), tensors, strict=True):
+            if was.dtype != now.dtype:
+                raise ValueError(
+                    f"{name} of {p.fqn} is {now.dtype}, and the step was compiled for {was.dtype}: "
+                    "a checkpoint or other code has replaced the optimizer's state. Cast it, or "
+                    "make a new train_step()"
+                )
+
+    @property
+    def rule(self) -> Rule:
+        """How the optimizer updates."""
+        return BY_NAME[self.rule_name]
+
+
+def _gradient_of(p: Trained) -> torch.Tensor:
+    return shard_of(p.parameter.grad)
+
+
+class _Appending:
+    """One call of :meth:`Epilogue.append`."""
+
+    def __init__(
+        self, epilogue: Epilogue, graph: fx.Graph, found: list[tuple[fx.Node, Trained]]
+    ) -> None:
+        self.epilogue, self.graph, self.found = epilogue, graph, found
+        self.output = next(iter(reversed(graph.nodes)))
+        self.inputs: list[fx.Node] = []
+        self.made: list[fx.Node] = []
+        self.given = {n.name: n for n in graph.find_nodes(op="placeholder")}
+        self.last = list(self.given.values())[-1]
+        self.mode = found[0][0].meta["val"].fake_mode
+
+    def run(self) -> list[fx.Node]:
+        epilogue = self.epilogue
+        with self.graph.inserting_before(self.output):
+            gradients = self._gradients()
+            epilogue.gradients = list(gradients)
+            epilogue.updated = [p for p in gradients if p.group >= 0]
+            epilogue.read_state()
+            coefficient, skip = self._clip(gradients)
+            for gradient in gradients.values() if coefficient is not None else ():
+                self.call(_aten._foreach_mul_.Tensor, [gradient], coefficient)
+            shards = self._update(gradients, skip) if epilogue.updated else {}
+        # AOTAutograd expects gradients. The step drops these, which take no memory.
+        dropped = {value: shards[p] for value, p in self.found if p in shards}
+        self.output.args = fx.map_arg(self.output.args, lambda n: dropped.get(n, n))
+        mark_backward(self.made)
+        return self.inputs
+
+    def _gradients(self) -> dict[Trained, fx.Node]:
+        """Return the gradients, added to those of earlier microbatches, in the model's order."""
+        found = {p: value for value, p in self.found}
+        for fqn in sorted(self.epilogue.accumulated):
+            p = self.epilogue.trained[fqn]
+            earlier = self._input(f"{fqn}.grad", functools.partial(_gradient_of, p))
+            value = found.get(p)
+            found[p] = earlier if value is None else self.call(_aten.add_.Tensor, earlier, value)
+        return dict(sorted(found.items(), key=lambda each: each[0].place))
+
+    def _clip(self, gradients: dict[Trained, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
+        norm = self.epilogue.norm
+        if norm is None:
+            return None, None
+        parameters = [p.parameter for p in gradients]
+        total = norm.append(self.call, list(gradients.values()), parameters)
+        value = total.meta["val"]
+        self.epilogue.total_norm = torch.zeros((), dtype=value.dtype, device=value.device)
+        kept = self._input("total_norm", lambda: self.epilogue.total_norm)  # type: ignore[arg-type,return-value]
+        self.call(_aten.copy_.default, kept, total)
+        skip = None
+        if norm.skip:
+            skip = self.call(NOT_FINITE, total)
+        return norm.coefficient(self.call, total), skip
+
+    def _update(
+        self, gradients: dict[Trained, fx.Node], skip: fx.Node | None
+    ) -> dict[Trained, fx.Node]:
+        """Append an update per parameter; return the inputs with their shards."""
+        epilogue, rule = self.epilogue, self.epilogue.rule
+        groups = dict.fromkeys(p.group for p in epilogue.updated)
+        numbers = {group: self._numbers(group) for group in groups}
+        fresh = None
+        if any(epilogue._states.values()) and epilogue.rule_name == "sgd":
+            fresh = self._input("fresh", lambda: epilogue._fresh)
+        shards = {}
+        for p in epilogue.updated:
+            group = epilogue.optimizer.param_groups[p.group]
+            shards[p] = shard = self._shard(p)
+            state = [
+                self._input(f"{p.fqn}.{name}", functools.partial(epilogue.state, p.fqn, k))
+                for k, name in enumerate(rule.state(group))
+            ]
+            given = (*numbers[p.group], skip, fresh, [p.place], epilogue.rule_name)
+            node = self.call(UPDATE, [shard], [gradients[p]], state, *given, rule.options_of(group))
+            nbytes = rule.copies(group) * shard_of(p.parameter).nbytes
+            set_updates(node, (p.fqn,), nbytes)
+        return shards
+
+    def _numbers(self, group: int) -> tuple[fx.Node, fx.Node | None]:
+        groups, rule = self.epilogue.optimizer.param_groups, self.epilogue.rule
+
+        def read() -> torch.Tensor:
+            return torch.tensor(rule.numbers_of(groups[group]), dtype=torch.float64)
+
+        node = self._input(f"numbers_{group}", read)
+        if not isinstance(groups[group]["lr"], torch.Tensor):
+            return node, None
+        return node, self._input(f"lr_{group}", lambda: groups[group]["lr"])
+
+    def _shard(self, p: Trained) -> fx.Node:
+        """Return the input with a parameter's shard, a new one if the graph does not read it."""
+        forward = self.epilogue._shards.get(p.fqn)
+        if forward is not None and forward.name in self.given:
+            return self.given[forward.name]
+        node = self._input(p.fqn, lambda: shard_of(p.parameter))
+        node.meta["desc"] = as_parameter(p.fqn)
+        if forward is not None:
+            # The same fake tensor: what forward saved may be a view of it.
+            node.meta["val"] = forward.meta["val"]
+        return node
+
+    def _input(self, name: str, read: Callable[[], torch.Tensor]) -> fx.Node:
+        with self.graph.inserting_after(self.last):
+            node = self.last = self.graph.placeholder("step_" + name.replace(".", "_"))
+        node.meta |= {"desc": as_buffer(name), "val": self.mode.from_tensor(read())}
+        self.inputs.append(node)
+        self.epilogue._inputs.append(read)
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        with self.mode, torch.no_grad():
+            given = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = None if target is UPDATE else target(*given[0], **given[1])
+        self.made.append(node)
+        return node
+
+
+def group_by_bucket(graph: fx.Graph) -> None:
+    """Join nodes of gradients that one collective reduces, in place, once buckets are merged."""
+    groups: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in _LISTS:
+            lists = [i for i, a in enumerate(node.args) if isinstance(a, list | tuple)]
+            others = [a for i, a in enumerate(node.args) if i not in lists]
+            gradient = node.args[1 if node.target is UPDATE else 0][0]
+            groups.setdefault((node.target, _reduction_of(gradient), *others), []).append(node)
+    for members in groups.values():
+        if len(members) > 1:
+            _join(graph, members)
+
+
+def _reduction_of(value: fx.Node) -> fx.Node:
+    """Return the wait that a gradient comes from, or the first node that computes it."""
+    while not is_wait(value):
+        sources = [n for n in value.all_input_nodes if n.op != "placeholder"]
+        if len(sources) != 1:
+            break
+        value = sources[0]
+    return value
+
+
+def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    last = members[-1]
+    args = tuple(
+        [x for m in members for x in m.args[i]] if isinstance(a, list | tuple) else a  # type: ignore[union-attr]
+        for i, a in enumerate(last.args)
+    )
+    last.args = args
+    if last.target is UPDATE:
+        fqns = [fqn for m in members for fqn in updates_of(m)]
+        # One tensor after the other takes the buffers of the largest.
+        together = max if "foreach=0" in last.args[-1].split() else sum  # type: ignore[union-attr]
+        set_updates(last, fqns, together(map(buffer_bytes, members)))
+    if last.meta["val"] is not None:
+        last.meta["val"] = [v for m in members for v in m.meta["val"]]
+    at = last
+    items = [(i, user) for i, member in enumerate(members) for user in member.users]
+    for i, item in items:
+        item.args = (last, i)
+        at.append(item)
+        at = item
+    for member in members[:-1]:
+        graph.erase_node(member)

@@ -1,0 +1,1 @@
+"""Try several plans in the first steps of a training, and keep the fastest."""

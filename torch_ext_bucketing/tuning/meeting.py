@@ -1,0 +1,141 @@
+"""Bring all ranks to one point of the program, or stop all of them with one reason.
+
+Ranks meet through the store of the default process group, not by a collective: nothing can mix with
+training's, and a waiting rank can name those that it waits for. Keys of the n-th point::
+
+    n/<r>         the value of rank r
+    n/arrived     the number of ranks
+    n/outcome     "go", or why not; the first rank to write it decides for all
+
+A rank that fails on its way to a point writes its outcome, so no other rank goes beyond it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .._torch import process_groups as groups
+from ..agreement.differences import ranks_text
+from ..agreement.exchange import LINGER_S, poll
+from ..errors import TuningError
+
+_GO = "go"
+_numbers = itertools.count()  # ranks make their meetings in one order
+
+
+class Meeting:
+    """This rank's part in the points of one program.
+
+    Args:
+        timeout: how long a rank waits for the others at a point; None: the default group's.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        group = groups.default_group()
+        self.rank, self.size = 0, 1
+        self.candidate = ""
+        self._point = 0
+        self._stopped: TuningError | None = None
+        if group is None or not groups.has_peers(group):
+            return
+        self.rank, self.size = group.rank(), group.size()
+        self._timeout = (
+            groups.group_timeout(group) if timeout is None else timeout
+        ).total_seconds()
+        # torchrun may keep one store for a job and its restarts.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"torch_ext_bucketing/tuning/{start}/{next(_numbers)}"
+        self._store = dist.PrefixStore(prefix, groups.default_store())
+
+    def meet(self, point: str, value: str = "") -> list[str]:
+        """Wait for all ranks at a point, named for errors; return their values by rank.
+
+        Raises:
+            TuningError: on every rank: one did not come in time, or failed on its way.
+        """
+        if self._stopped is not None:
+            raise self._stopped
+        if self.size == 1:
+            return [value]
+        self._point += 1
+        n, deadline = self._point, time.monotonic() + self._timeout
+
+        def is_decided() -> bool:
+            if self._store.add(f"{n}/arrived", 0) == self.size:
+                self._decide(_GO)
+            elif time.monotonic() > deadline:
+                missing = self._missing()
+                text = f"{ranks_text(missing)} did not come to {point} in {self._timeout:g} s"
+                self._decide(self._reason(text, missing))
+            return self._store.check([f"{n}/outcome"])
+
+        try:
+            self._store.set(f"{n}/{self.rank}", value)
+            self._store.add(f"{n}/arrived", 1)
+            poll(is_decided)
+            outcome = self._store.get(f"{n}/outcome").decode()
+            if outcome == _GO:
+                values = self._store.multi_get([f"{n}/{r}" for r in range(self.size)])
+                self._forget(n - 1)
+                return [v.decode() for v in values]
+        except RuntimeError as error:  # c10d's own errors are RuntimeErrors
+            self._stopped = TuningError(
+                f"at {point}, candidate {self.candidate!r}: the store of the default process group "
+                f"can't be reached: {error}. Usually the process that hosts it, rank 0 or the "
+                "launcher, has ended: look at its output first",
+                self.candidate,
+            )
+            raise self._stopped from error
+        raise self._error(outcome)
+
+    def failed(self, error: Exception, where: str) -> TuningError:
+        """Return what to raise for an error on the way to the next point; stop the other ranks."""
+        if self._stopped is not None:  # and the error came of that, such as from Dynamo
+            return self._stopped
+        text = f"rank {self.rank} failed {where}: {type(error).__name__}: {error}"
+        reason = self._reason(text, [self.rank])
+        if self.size > 1:
+            self._point += 1
+            with contextlib.suppress(RuntimeError):
+                # A collective fails on this rank if a peer is late or gone.
+                others = [r for r in self._missing() if r != self.rank]
+                also = f" ({ranks_text(others)} did not get to that point, either)" * bool(others)
+                reason = self._decide(self._reason(text + also, [self.rank]))
+        return self._error(reason)
+
+    def _decide(self, outcome: str) -> str:
+        """Write the outcome of the present point unless there is one; return what holds."""
+        return self._store.compare_set(f"{self._point}/outcome", "", outcome).decode()
+
+    def _reason(self, text: str, ranks: Iterable[int]) -> str:
+        return json.dumps([text, self.candidate, list(ranks)])
+
+    def _missing(self) -> list[int]:
+        return [r for r in range(self.size) if not self._store.check([f"{self._point}/{r}"])]
+
+    def _error(self, reason: str) -> TuningError:
+        text, candidate, ranks = json.loads(reason)
+        if self.size > 1:
+            # The process that hosts the store may end first: give the others time to read.
+            with contextlib.suppress(RuntimeError):
+                self._store.add("seen", 1)
+                deadline = time.monotonic() + LINGER_S
+                poll(lambda: self._store.add("seen", 0) == self.size, deadline)
+        self._stopped = TuningError(f"candidate {candidate!r}: {text}", candidate, ranks)
+        return self._stopped
+
+    def _forget(self, n: int) -> None:
+        """Delete the keys of a point that all ranks have left."""
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(f"{n}/{self.rank}")
+            if self.rank == 0:
+                self._store.delete_key(f"{n}/arrived")
+                self._store.delete_key(f"{n}/outcome")

@@ -1,0 +1,283 @@
+"""A backend that measures several plans in the first steps of a training, and keeps the fastest.
+
+::
+
+    tuner = teb.tune(model)
+    run = torch.compile(model, backend=tuner)
+    step = tuner.step(train_step)      # forward, backward and optimizer, as before
+    for batch in data:
+        loss = step(batch)
+
+Dynamo traces the model once, and every candidate compiles that graph. A call runs one of the
+compiled functions, and a whole step the same one. The module, its parameters and the optimizer are
+common to all, so training goes on through the measurement.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._torch.variants import Compiler, compile_variant
+from ..errors import BoundNotKeptWarning, TuningError
+from ..passes.backends import BucketingBackend
+from ..passes.facts import RankOrder, last_fact
+from ..planner.schedule.memory import PeakMemory
+from ..reports.compile import CompileReport
+from ..reports.estimate import EstimateReport
+from ..reports.tuning import TuneReport
+from . import record
+from .candidates import candidates as default_candidates
+from .choice import Figures, best_of, combine, corrected_ms, fit_factors
+from .meeting import Meeting
+from .meter import Meter
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# Those that take at most this much longer than the fastest are measured again: medians of a few
+# steps differ by some percent from run to run.
+_CLOSE = 1.1
+
+
+class Tuner:
+    """A backend for ``torch.compile`` that tries ``candidates`` and keeps the fastest.
+
+    Steps of :meth:`step` try one candidate each, in turn: one step that compiles and warms up, then
+    ``steps`` measured ones, and as many again for those within 10% of the fastest. A step takes as
+    long as on its slowest rank; medians of it, over the other candidates' steps of the same round,
+    decide alike on all ranks. The fastest candidate within ``memory`` is kept. The choice is stored
+    in the folder of Inductor's caches; a later start with the same graph, candidates and machine
+    takes it without measuring. A step that compiles something on any rank is not counted.
+
+    Args:
+        model: the sharded model, not compiled yet.
+        candidates: backends of ``torch.compile`` by name; None: those of
+            :func:`.tuning.candidates.candidates`. All ranks give the same.
+        compiler: see there.
+        steps: measured steps of each candidate; the closest ones get twice as many.
+        memory: a bound on what a rank holds in a step, as the device's allocator counts it (on CPU:
+            resident memory), in ``gib``; None: no bound. If no candidate keeps it, the one that
+            needs least memory is kept, with a ``BoundNotKeptWarning``.
+        timeout: how long a rank waits for the others before a step and before the optimizer, their
+            compile times included; None: the default process group's timeout.
+
+    Attributes:
+        chosen: name of the candidate that is kept; None until all are measured.
+        report: the measurements; None until then.
+
+    Raises:
+        ValueError: no candidates, ``steps`` below 1, or ``memory`` without ``gib``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        candidates: Mapping[str, str | Compiler] | None = None,
+        *,
+        compiler: Literal["aot_eager", "inductor"] = "inductor",
+        steps: int = 5,
+        memory: PeakMemory | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if candidates is None:
+            candidates = default_candidates(model, compiler)
+        if not candidates:
+            raise ValueError("give at least one candidate")
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        if memory is not None and memory.gib is None:
+            raise ValueError("memory= is a bound in GiB here: PeakMemory(gib=...)")
+        self.candidates: dict[str, str | Compiler] = dict(candidates)
+        self.chosen: str | None = None
+        self.report: TuneReport | None = None
+        self._steps = steps
+        self._bound = None if memory is None or memory.gib is None else int(memory.gib * 2**30)
+        self._meeting = Meeting(timeout)
+        self._meter = Meter(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._current = next(iter(self.candidates))
+        self._running, self._again = list(self.candidates), False
+        self._turns = self._in_turn()
+        self._figures: dict[str, list[Figures]] = {name: [] for name in self.candidates}
+        self._versions: list[dict[str, Callable[..., Any]]] = []
+        self._key: str | None = None
+        self._in_step = self._compiled = False
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[..., Any]:
+        """Compile the graph of a frame by all candidates, or by the chosen one, for Dynamo."""
+        self._compiled = True
+        is_first = self._in_step and self._key is None
+        if is_first:
+            self._look_up(gm, example_inputs)
+        names = list(self.candidates) if self.chosen is None else [self.chosen]
+        versions: dict[str, Callable[..., Any]] = {}
+        for name in names:
+            self._meeting.candidate = name  # for errors
+            versions[name] = compile_variant(self.candidates[name], gm, example_inputs, **kwargs)
+        self._meeting.candidate = self._current
+        self._versions.append(versions)
+        if is_first:  # no rank waits in a collective for one that could not compile
+            self._meeting.meet("the end of compiling")
+
+        def run(*args: Any) -> Any:
+            return versions[self._current](*args)
+
+        return run
+
+    def step(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """Wrap a whole training step, the optimizer's included, to be measured until the choice.
+
+        Every rank calls it for every step. ``function`` is called once per call.
+
+        Raises:
+            TuningError: from the wrapped function, until the choice: a rank failed, or came late.
+                The ranks have the weights of the last step that all of them have taken, if an
+                optimizer of ``torch.optim`` takes it.
+        """
+
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if self.chosen is not None:
+                return function(*args, **kwargs)
+            return self._measured(functools.partial(function, *args, **kwargs))
+
+        return run
+
+    def _measured(self, function: Callable[[], _T]) -> _T:
+        """Take one step with the candidate whose turn it is."""
+        self._current = self._meeting.candidate = next(self._turns)
+        self._compiled, self._in_step = False, True
+        meeting, meter = self._meeting, self._meter
+        ready: list[float] = []
+
+        def before_optimizer(*_: Any) -> None:
+            if not ready:
+                ready.append(meter.now_ms())
+                # No rank changes a weight before all have their gradients.
+                meeting.meet("the optimizer's step")
+                ready.append(meter.now_ms())
+
+        try:
+            meeting.meet("the step")  # so that no candidate pays for a late rank
+            meter.restart_peak()
+            begin = meter.now_ms()
+            hook = register_optimizer_step_pre_hook(before_optimizer)
+            try:
+                result = function()
+            finally:
+                hook.remove()
+            end = meter.now_ms()
+            before_optimizer()  # if no optimizer of torch took the step
+        except TuningError:
+            raise
+        except Exception as error:
+            where = "after its optimizer began a step" if ready else "before the optimizer's step"
+            raise meeting.failed(error, where) from error
+        finally:
+            self._in_step = False
+        if self.chosen is not None:  # found by a compile of this step
+            return result
+        graphs = ready[0] - begin
+        times = (graphs + max(0.0, end - ready[1]), graphs)
+        times = (math.inf, math.inf) if self._compiled else times
+        self._figures[self._current].append(Figures(*times, meter.peak_bytes()))
+        if self._round_is_over():
+            self._choose()
+        return result
+
+    def _in_turn(self) -> Iterator[str]:
+        """Yield the names round after round, each time from another one on."""
+        for first in itertools.count():
+            names = self._running
+            at = first % len(names)
+            yield from names[at:] + names[:at]
+
+    def _round_is_over(self) -> bool:
+        counts = {len(self._figures[name]) for name in self._running}
+        return len(counts) == 1 and min(counts) > self._steps * (1 + self._again)
+
+    def _choose(self) -> None:
+        """Compare figures with all ranks; choose, unless candidates need more steps."""
+        figures = {name: mine[1:] for name, mine in self._figures.items()}
+        ranks = [json.loads(text) for text in self._meeting.meet("the choice", json.dumps(figures))]
+        found = combine(ranks, self._bound, self._running)
+        if any(c.step_ms == math.inf for c in found):
+            return  # ranks still compile: another round
+        best = best_of(found)
+        close = [c.name for c in found if c.fits and c.relative <= _CLOSE * best.relative]
+        if best.fits and len(close) > 1 and not self._again:
+            self._running, self._again = close, True
+            return
+        estimates = {name: self._estimates(name) for name in self.candidates}
+        known = [(estimates[c.name], c.graphs_ms) for c in found if estimates[c.name]]
+        factors = fit_factors(known)
+        for i, c in enumerate(found):
+            of = estimates[c.name]
+            if of and factors:
+                found[i] = replace(
+                    c,
+                    estimated_ms=sum(e.step_ms for e in of),
+                    estimated_bytes=max(e.peak_bytes for e in of),
+                    corrected_ms=corrected_ms(of, factors),
+                )
+        steps, size = len(figures[best.name]), self._meeting.size
+        bits = self._bits_depend()
+        self._keep(TuneReport(best.name, tuple(found), steps, size, self._bound, bits, factors))
+        if self._key:
+            assert self.report is not None
+            record.save(self._key, self.report)
+        if not best.fits:
+            warnings.warn(
+                f"no candidate keeps the bound of {self._bound} bytes; {best.name!r} needs least, "
+                f"{best.peak_bytes}",
+                BoundNotKeptWarning,
+                stacklevel=4,
+            )
+
+    def _look_up(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Take the choice of an earlier run, if all ranks have the same."""
+        self._key = record.key_of(gm, inputs, self.candidates, self._bound, self._meter.device)
+        found = record.load(self._key) if self._key else None
+        mine = "" if found is None or found.chosen not in self.candidates else found.chosen
+        names = set(self._meeting.meet("the look-up of an earlier choice", mine))
+        if found is not None and names == {mine} and mine:
+            self._keep(replace(found, from_cache=True))
+
+    def _keep(self, report: TuneReport) -> None:
+        self.report, self.chosen, self._current = report, report.chosen, report.chosen
+        for versions in self._versions:  # free the others
+            for name in set(versions) - {self.chosen}:
+                del versions[name]
+
+    def _estimates(self, name: str) -> list[EstimateReport]:
+        """Return the estimates of a candidate's forward and backward graphs."""
+        candidate = self.candidates[name]
+        if not isinstance(candidate, BucketingBackend):
+            return []
+        found = CompileReport.joined(candidate.reports).estimates
+        return [e for e in found if e.stage in ("forward", "backward")]
+
+    def _bits_depend(self) -> bool:
+        """Return whether candidates may give different bits."""
+        ours = [c for c in self.candidates.values() if isinstance(c, BucketingBackend)]
+        sums = {last_fact(c.pipeline.ahead, RankOrder) for c in ours}
+        alike = len(sums) == 1 and None not in sums and len({c.compiler for c in ours}) == 1
+        return len(self.candidates) > 1 and not (alike and len(ours) == len(self.candidates))
+
+
+tune = Tuner
+"""The public name of :class:`Tuner`, for calls."""
