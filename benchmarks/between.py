@@ -1,13 +1,12 @@
 """Show what a bucket that passes over other collectives costs in memory.
 
-    python -m benchmarks.between                   both backward graphs of a mixture of experts
+    python -m benchmarks.between                   the backward graph of a mixture of experts
     python -m benchmarks.between --only 'llama3_8b_*.backward.recompute' --cap 25
 
 The patched torch's ``pre_bucket_fsdp_collectives`` runs on the graph for each value of
-``bucket_max_collectives_between``, with the parameters' groups in ``fsdp_group_filter``, then the
-sort that the overlap scheduler begins with. Peak memory and step are those of that order on the
-package's cost model. The longest run counts compute nodes (matmuls, attention) between two starts
-of reduce-scatters.
+``bucket_max_collectives_between``, then the sort that the overlap scheduler begins with. Peak
+memory and step are those of that order on the package's cost model. The longest run counts compute
+nodes (matmuls, attention) between two starts of reduce-scatters.
 """
 
 import argparse
@@ -17,11 +16,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from collective_graphs import GROUP_FILTER, MAX_BETWEEN
+from collective_graphs import MAX_BETWEEN
 
 from torch_ext_bucketing.testing.demo.table import columns
 
-from .bucketing import check_torch, counts, default_cap, parameter_groups, run_child, run_torchs
+from .bucketing import check_torch, counts, default_cap, run_child, run_torchs
 from .command import add_json, document_of, parser_of, title, write_results
 from .graphs import chosen, load
 
@@ -33,7 +32,6 @@ def child(name: str, cap_mb: float, layers: int | None) -> None:
     """Bucket the graph with each value, and print what is left as JSON."""
     from torch._inductor import config
     from torch._inductor.pattern_matcher import stable_topological_sort
-    from torch.distributed.distributed_c10d import _resolve_process_group
 
     from eager_parity.devices import nodes
     from torch_ext_bucketing.graph.size_hints import SizeHints
@@ -47,8 +45,7 @@ def child(name: str, cap_mb: float, layers: int | None) -> None:
     for value in ("unbucketed", *VALUES):
         graph = load(name, layers, quiet=True)
         if value != "unbucketed":
-            groups = [_resolve_process_group(g).group_desc for g in parameter_groups(graph)]
-            with config.patch({GROUP_FILTER: groups, MAX_BETWEEN: value}):
+            with config.patch({MAX_BETWEEN: value}):
                 run_torchs(graph, cap_mb)
             stable_topological_sort(graph.gm.graph)
         costs = Costs(nodes(None), SizeHints(graph.config.size_hints))
@@ -82,7 +79,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser = parser_of("python -m benchmarks.between", __doc__)
-    default = ["deepseek_v3_fsdp64_ep8.backward*"]
+    default = ["deepseek_v3_fsdp64_ep8.backward.recompute"]
     parser.add_argument(
         "--only", nargs="+", default=default, metavar="GRAPH", help="names, patterns"
     )

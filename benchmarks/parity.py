@@ -114,7 +114,8 @@ def chosen(args: argparse.Namespace) -> list[Row]:
     """Return the rows that the options select."""
     if args.rows:
         patterns = args.rows.split(",")
-        found = [row for row in ROWS if any(fnmatchcase(row.name, p) for p in patterns)]
+        rows = [row for row in ROWS if any(fnmatchcase(row.name, p) for p in patterns)]
+        found = [replace(row, device=args.device) for row in rows]
     else:
         names = [n for n in IN_MATRIX if {n, MODELS[n].group} & set(args.models)]
         found = [

@@ -39,6 +39,7 @@ from benchmarks.command import (
     write_json,
 )
 from eager_parity.base import Unit
+from eager_parity.devices import why_no_nccl
 from eager_parity.models import MODELS, build
 from eager_parity.ranks import Runs, mesh_of, row_group
 from eager_parity.rows import Row
@@ -68,10 +69,12 @@ class RankOrderRuns(Runs):
     """A model in many ways, each with a name and a hash of this rank's weights."""
 
     one_unit = False
+    schedules: Sequence[str] = tuple(SCHEDULES)
 
     def plain(self) -> tuple[nn.Module, DeviceMesh]:
         """Make the model, wide enough for several buckets of 1 MiB."""
-        return build(self.row.model, layers=self.row.layers, dim=WIDTH), self.mesh
+        model = build(self.row.model, layers=self.row.layers, dim=WIDTH)
+        return model.to(self.row.device), self.mesh
 
     def units(self, model: nn.Module) -> list[Unit]:
         """Return the row's units, or the whole model as one."""
@@ -89,9 +92,8 @@ class RankOrderRuns(Runs):
                 yield f"{'rings ' * rings}{name}", self._hash(model, model)
             self.one_unit = False
             for cap in CAPS_MB[::2] if rings else (None, *CAPS_MB):
-                for schedule, passes in SCHEDULES.items():
-                    if rings and passes:
-                        continue
+                for schedule in ("graph order",) if rings else self.schedules:
+                    passes = SCHEDULES[schedule]
                     name = f"{'per unit' if cap is None else f'{cap:g} MiB'}, {schedule}"
                     yield f"{'rings ' * rings}{name}", self._compiled(cap, rings, passes)
 
@@ -112,21 +114,27 @@ class RankOrderRuns(Runs):
         return self.train(model, self.step(model, run)).digests[-1]
 
 
-def _run(rank: Rank, row: Row, steps: int) -> None:
+def _run(rank: Rank, row: Row, steps: int, schedules: Sequence[str]) -> None:
     with row_group(rank, row):
-        for name, found in RankOrderRuns(rank, row, mesh_of(row), steps).all():
+        runs = RankOrderRuns(rank, row, mesh_of(row), steps)
+        runs.schedules = schedules
+        for name, found in runs.all():
             rank.send((name, found))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and (why := why_no_nccl()):
+        parser.error(f"--device cuda: {why}")
     say = sayer(time.monotonic())
     found: dict[str, dict[str, dict[str, str]]] = {}
     failed = False
     for model in args.models:
         for topology in args.topologies:
-            row = Row(f"{model}/{topology}", model, backend=args.backend, **TOPOLOGIES[topology])
+            fields = {"backend": args.backend, "device": args.device, **TOPOLOGIES[topology]}
+            row = Row(f"{model}/{topology}", model, **fields)
             hashes: dict[str, dict[int, str]] = {}
 
             def on_message(
@@ -136,7 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             try:
                 run_ranks(
-                    _run, row.ranks, row, args.steps, timeout_s=args.timeout, on_message=on_message
+                    _run,
+                    row.ranks,
+                    row,
+                    args.steps,
+                    args.schedules,
+                    timeout_s=args.timeout,
+                    on_message=on_message,
                 )
             except RankError as error:
                 print(f"rank_order.py: {row.name}: {error}", file=sys.stderr)
@@ -175,7 +189,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("rank_order.py", __doc__)
     add_names(parser, "models", tuple(MODELS), "models", ("llama", "moe", "uneven"))
     add_names(parser, "topologies", tuple(TOPOLOGIES), "nodes x ranks per node")
+    add_names(parser, "schedules", tuple(SCHEDULES), "schedules of sums in rank order")
     parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="rings or NCCL (default: cpu)"
+    )
     add_number(parser, "steps", 3, "optimizer steps")
     add_number(parser, "timeout", 1800, "seconds for a model on a topology")
     add_json(parser, "written after every topology")

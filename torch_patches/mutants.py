@@ -25,10 +25,10 @@ LOWERING = "torch/_inductor/comm_lowering.py"
 OVERLAP = "torch/_inductor/fx_passes/overlap_preserving_bucketer.py"
 POST_GRAD = "torch/_inductor/fx_passes/post_grad.py"
 
-# Code that a series does not have, or has in other words.
+# Code that a series does not have.
 _UNPACKING = (
     "unpack into memory without an edge",
-    "pack the wrong dtype",
+    "unpack the wrong dtype",
     "leave it to a fallback",
 )
 _GROUPS = (
@@ -49,17 +49,28 @@ NOT_IN = {
 
 # name: (file, text, what it becomes, tests to run: those for the mutated part)
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
-    "look in one direction": (
+    "see no path from the candidate": (
         BUCKETING,
-        "            if (is_full or is_ancestor) and cur_bucket:",
-        "            if is_full and cur_bucket:",
+        " or reached[node] & cur_bits:",
+        ":",
         "TestMergeAfterMerge",
     ),
-    "keep the path of a full bucket": (
+    "keep the paths of a full bucket": (
         BUCKETING,
-        "                cur_bucket_descendents = {}\n"
-        "                _add_descendants(node, cur_bucket_descendents)\n",
-        "                _add_descendants(node, cur_bucket_descendents)\n",
+        "                cur_bits = cur_reached = 0\n",
+        "",
+        "TestMergeAfterMerge",
+    ),
+    "let a path end in a bucket": (
+        BUCKETING,
+        "                    reached[other] |= cur_reached\n",
+        "                    pass\n",
+        "TestMergeAfterMerge",
+    ),
+    "expect a sorted graph": (
+        BUCKETING,
+        "            stack += [node, *node.users]\n",
+        "            reached[node] = bits.get(node, 0)\n",
         "TestMergeAfterMerge",
     ),
     "unpack into memory without an edge": (
@@ -68,10 +79,10 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "    outputs = _split_all_gather(",
         "TestUnpacking",
     ),
-    "pack the wrong dtype": (
+    "unpack the wrong dtype": (
         BUCKETING,
-        "            dtype=_ALL_DTYPES[d],\n",
-        "            dtype=bucket_dtype,\n",
+        "output.flatten().view(out_dtype).reshape(",
+        "output.flatten().reshape(",
         "TestUnpacking",
     ),
     "leave it to a fallback": (
@@ -93,6 +104,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "        return bool(ints), ints",
         "TestPayloadOrder",
     ),
+    "order gathers": (
+        BUCKETING,
+        "() if is_all_gather_into_tensor(node) else node.meta.get(key, ())",
+        "node.meta.get(key, ())",
+        "TestPayloadOrder",
+    ),
     "take any value": (
         BUCKETING,
         "        if not all(type(i) is int for i in ints):",
@@ -107,20 +124,20 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "order nothing that overlaps": (
         OVERLAP,
-        "            bucket = in_payload_order(bucket)\n",
-        "            pass\n",
+        "bucket = in_payload_order(bucket_info.collectives)",
+        "bucket = bucket_info.collectives",
         "TestPayloadOrder",
     ),
     "forget a merged bucket's value": (
         BUCKETING,
-        "            if order_key in bucket_nodes[0].meta:",
-        "            if False:",
+        "                *([(order_key, ())] if order_key else []),\n",
+        "",
         "TestPayloadOrder",
     ),
     "forget the value of what deduplication merges": (
         FSDP,
-        "            if order_key in node.meta:",
-        "            if False:",
+        "            node.meta.update((key, n.meta[key]) for n in match.nodes if key in n.meta)",
+        "            pass",
         "TestPayloadOrder",
     ),
     "bucket every group at once": (
@@ -131,7 +148,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "restrict no gathers": (
         FSDP,
-        "_restrict_to_groups(is_fsdp_all_gather_wait, fsdp_groups)",
+        "_in_groups(fsdp_groups, is_fsdp_all_gather_wait)",
         "is_fsdp_all_gather_wait",
         "TestFsdpGroupFilter",
     ),
@@ -143,8 +160,8 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "reduce groups that were not chosen": (
         FSDP,
-        "_restrict_to_groups(is_fsdp_all_reduce_wait, fsdp_groups)",
-        "is_fsdp_all_reduce_wait",
+        "_in_groups(fsdp_groups, lambda wait: True)",
+        "lambda wait: True",
         "TestFsdpGroupFilter",
     ),
     "read names from nodes": (
@@ -161,50 +178,68 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "merge neighbours alone": (
         BUCKETING,
-        "    if max_between == 0:",
-        "    if True:",
+        "    nodes_groups += nodes_by_key.values() if max_between != 0 else ()\n",
+        "",
         "TestMaxCollectivesBetween",
     ),
     "merge without a bound": (
         BUCKETING,
-        "            if can_merge and max_between is not None:",
-        "            if False:",
+        "(is_full or ahead[node] - ahead[cur_bucket[0]] > limit)",
+        "is_full",
+        "TestMaxCollectivesBetween",
+    ),
+    "count from the last member": (
+        BUCKETING,
+        "ahead[node] - ahead[cur_bucket[0]] > limit",
+        "ahead[node] - ahead[cur_bucket[-1]] > limit",
+        "TestMaxCollectivesBetween",
+    ),
+    "count collectives of its own key": (
+        BUCKETING,
+        "len(ahead) - len(nodes_by_key[group_key])",
+        "len(ahead)",
         "TestMaxCollectivesBetween",
     ),
     "merge beyond the cap": (
         BUCKETING,
-        "                and cur_bucket_size_bytes + size_bytes <= bucket_size_bytes\n",
-        "",
+        "            size_bytes = sum(map(_collective_size_bytes, unit))\n",
+        "            size_bytes = _collective_size_bytes(node)\n",
         "TestMaxCollectivesBetween",
     ),
     "take buckets apart": (
         BUCKETING,
-        "                if bucket_of.setdefault(node, [node])[0] is node:",
-        "                bucket_of[node] = [node]\n                if True:",
+        "            unit = bucket_of[node]\n",
+        "            unit = [node]\n",
         "TestMaxCollectivesBetween",
     ),
-    "forget merged buckets": (
+    "return what was merged again": (
         BUCKETING,
-        "            bucket_of.update(dict.fromkeys(bucket, cur_bucket))\n",
-        "",
+        " for b in buckets if bucket_of[b[0]] is b]",
+        " for b in buckets]",
         "TestMaxCollectivesBetween",
     ),
     "merge what depends on the bucket": (
         BUCKETING,
-        "                and bucket[0] not in cur_bucket_descendents\n",
-        "",
+        "if cur_reached & bits[node] or ",
+        "if ",
         "TestMaxCollectivesBetween",
     ),
     "merge what the bucket depends on": (
         BUCKETING,
-        "                can_merge = cur_bucket[0] not in cur_bucket_descendents\n",
-        "",
+        " or reached[node] & cur_bits:",
+        ":",
+        "TestMaxCollectivesBetween",
+    ),
+    "forget the members of a bucket": (
+        BUCKETING,
+        "            bits[cur_bucket[0]] = cur_bits = cur_bits | bits[node]\n",
+        "            cur_bits |= bits[node]\n",
         "TestMaxCollectivesBetween",
     ),
     "run no check of the ranks": (
         POST_GRAD,
-        ") or config.aten_distributed_optimizations.bucket_max_collectives_between != 0:",
-        "):",
+        "        or config.aten_distributed_optimizations.bucket_max_collectives_between != 0\n",
+        "",
         "TestMaxCollectivesBetween",
     ),
 }
@@ -215,7 +250,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def link(site: Path, folder: Path, paths: list[str]) -> None:
-    """A torch of links beside the files of ``paths``, which are in ``folder`` already."""
+    """Link the rest of torch beside the files of ``paths``, which are in ``folder``."""
     own = {str(parent) for path in paths for parent in Path(path).parents}
     for directory in sorted(d for d in own if d.startswith("torch")):
         for entry in (site / directory).iterdir():

@@ -1,5 +1,6 @@
 """Check graphs of real width and few layers, traced and loaded from disk."""
 
+import importlib.util
 import itertools
 import pickle
 import warnings
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import described, fake_group
+from generated_order import orders
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import default_partition
@@ -54,8 +56,8 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def loaded(cache):
-    return lambda name: load(
-        name, LAYERS[name.partition(".")[0]], device="cpu", quiet=True, cache=cache
+    return lambda name, device="cpu": load(
+        name, LAYERS[name.partition(".")[0]], device=device, quiet=True, cache=cache
     )
 
 
@@ -474,3 +476,48 @@ def test_command_line_lists(capsys):
     with pytest.raises(SystemExit):
         main(["--only", "llama4"])
     assert "nothing matches llama4; there are llama3_8b_fsdp64.forward" in capsys.readouterr().err
+
+
+HAS_CUDA = bool(torch.version.cuda) and importlib.util.find_spec("triton") is not None
+COMPILES = {
+    "cpu": ("cpu", {}),
+    # A partition ends at each reduction; Inductor reorders to have fewer, beside all that it does
+    # without CUDA graphs.
+    "cuda graphs": (
+        "cuda",
+        {
+            "triton.cudagraphs": True,
+            "graph_partition": True,
+            "custom_should_partition_ops": ["_c10d_functional::reduce_scatter_tensor"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", COMPILES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3_8b_fsdp8_tp8.backward.recompute",
+        "llama3_8b_hsdp8x8.forward",
+        "deepseek_v3_fsdp64_ep8.backward.recompute",
+        "deepseek_v3_fsdp64_ep8_dropless.forward",
+    ],
+)
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.NotBucketedWarning")
+def test_generated_code_has_the_planned_order(loaded, name, compiled):
+    device, options = COMPILES[compiled]
+    if device == "cuda" and not HAS_CUDA:
+        pytest.skip("torch is built without CUDA, or triton is not installed")
+    planned, generated = orders(loaded(name, device), [BucketAndSchedule(Overlap())], options)
+    assert len(planned) > 10
+    assert generated == planned
+
+
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.NotBucketedWarning")
+def test_inductor_changes_an_order_that_is_not_pinned(loaded):
+    """Otherwise the test above would show nothing."""
+    graph = loaded("llama3_8b_fsdp8_tp8.backward.recompute")
+    planned, generated = orders(graph, [BucketAndSchedule(Overlap())], {}, pinned=False)
+    assert sorted(generated) == sorted(planned)
+    assert generated != planned

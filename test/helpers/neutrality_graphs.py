@@ -61,7 +61,7 @@ def uneven_step(rank: int, group: dist.ProcessGroup) -> tuple[Callable[..., Any]
         each = -(-n // WORLD)
         return max(0, min(n, each * (rank + 1)) - each * rank), each
 
-    def step(counter, *shards):
+    def step(counter: torch.Tensor, *shards: torch.Tensor) -> Any:
         grads = []
         for n, x in zip(rows, shards, strict=True):
             mine, each = shard(n)
@@ -85,26 +85,26 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
         dist.new_group([0, WORLD - 1]),
     )
 
-    def gathers(*xs):
+    def gathers(*xs: torch.Tensor) -> Any:
         return [all_gather(x, dp) + 1 for x in xs]
 
-    def casting_gathers(*xs):
+    def casting_gathers(*xs: torch.Tensor) -> Any:
         cast = torch.ops.prims.convert_element_type
         return [all_gather(cast(x, torch.bfloat16), dp) * 2 for x in xs]
 
-    def scatters(*xs):
+    def scatters(*xs: torch.Tensor) -> Any:
         return [reduce_scatter(x + 1, dp, "avg") for x in xs]
 
-    def reductions(*xs):
+    def reductions(*xs: torch.Tensor) -> Any:
         return [all_reduce(x * 2, dp) for x in xs]
 
-    def hybrid_step(*xs):
+    def hybrid_step(*xs: torch.Tensor) -> Any:
         full = [all_gather(x, dp) for x in xs]
         act = full[0].sum() + sum((f * 2).sum() for f in full)
         shards = [reduce_scatter(f * act, dp, "avg") for f in full]
         return [all_reduce(s, ep) for s in shards]
 
-    def interleaved(*xs):
+    def interleaved(*xs: torch.Tensor) -> Any:
         """Run FSDP on two meshes, with a tensor-parallel collective per layer between them."""
         act = torch.zeros(8, 8)
         grads = []
@@ -114,18 +114,18 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
             grads.append(reduce_scatter(w * act.sum(), ep if i % 3 == 0 else dp))
         return grads
 
-    def dependent(*xs):
+    def dependent(*xs: torch.Tensor) -> Any:
         """Gather an activation between gathers of parameters, so that buckets must split."""
         first = all_gather(xs[0], dp)
         second = all_gather(first[:4] + 1, dp)
         rest = [all_gather(x, dp) for x in xs[1:]]
         return [second, *rest, reduce_scatter(second, dp)]
 
-    def scatters_need_gathers(x, y):
+    def scatters_need_gathers(x: torch.Tensor, y: torch.Tensor) -> Any:
         """Make merged gathers leave a scatter ahead of the gather that it needs."""
         return reduce_scatter(all_gather(x, dp), dp), all_gather(reduce_scatter(y, dp), dp)
 
-    def layers(*xs):
+    def layers(*xs: torch.Tensor) -> Any:
         """Gather for each layer and scatter in reverse, so that both kinds are merged."""
         full = [all_gather(x, dp) for x in xs]
         act = torch.ones(())
@@ -133,7 +133,7 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
             act = all_reduce(act * f.sum(), tp)
         return [reduce_scatter(f * act, dp) for f in reversed(full)]
 
-    def recomputed(*xs):
+    def recomputed(*xs: torch.Tensor) -> Any:
         """Gather, read and scatter by layers, so that readers stay ahead of merged gathers."""
         act, grads = torch.ones(()), []
         for x in xs:
@@ -142,7 +142,7 @@ def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]
             grads.append(reduce_scatter(full * act, dp))
         return grads
 
-    def uneven_copy(x, y):
+    def uneven_copy(x: torch.Tensor, y: torch.Tensor) -> Any:
         """Copy what is gathered on one rank, as for a short shard."""
         first = all_gather(x, dp)
         mine = first.clone() if rank else first

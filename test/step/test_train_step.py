@@ -129,7 +129,7 @@ def microbatches(rank: int) -> list[bool]:
 
 
 def not_finite(rank: int) -> list[bool]:
-    """Take a step whose norm is not finite, which changes nothing, with and without fused kernels."""
+    """Return whether a step with a norm that is not finite changes nothing."""
     found = []
     for options in ({"foreach": True}, {"fused": True}):
         torch._dynamo.reset()
@@ -246,7 +246,7 @@ def test_bad_input_is_refused_before_anything_is_compiled(model):
     with pytest.raises(ValueError, match="evaluates the model by a closure"):
         teb.train_step(model, torch.optim.LBFGS(model.parameters()), loss_of)
     foreign = torch.optim.AdamW(small_transformer().parameters())
-    with pytest.raises(ValueError, match="of the optimizer are not in Gathering"):
+    with pytest.raises(ValueError, match=r"are not in .*param_groups\[0\]"):
         teb.train_step(model, foreign, loss_of)
 
 

@@ -35,6 +35,21 @@ def test_a_step_in_which_a_rank_compiles_does_not_count():
     assert combine(ranks, None)[0].step_ms == INF
 
 
+def test_a_machine_whose_speed_drifts_does_not_change_the_choice():
+    # "b" is faster in every round, but its steps happen to have the larger median.
+    ranks = [{"a": steps(10, 30, 11, 40), "b": steps(9, 28, 10, 38)}]
+    drifting = [{"a": steps(10, 10, 10, 30), "b": steps(9, 9, 28, 28)}]
+    assert best_of(combine(ranks, None)).name == "b"
+    found = combine(drifting, None)
+    assert found[0].step_ms < found[1].step_ms
+    assert best_of(found).name == "b"
+
+
+def test_the_first_rounds_of_those_compared_again_count_too():
+    ranks = [{"a": steps(10, 10, 10), "b": steps(11, 9, 9), "c": steps(20)}]
+    assert best_of(combine(ranks, None, ["a", "b"])).name == "b"
+
+
 def test_a_bound_excludes_the_fastest_candidate():
     ranks = [
         {"a": steps(10, peak=90), "b": steps(20, peak=50), "c": steps(15, peak=60)},

@@ -113,6 +113,14 @@ def test_candidates_take_turns_and_the_fastest_is_kept(monkeypatch):
         assert [len(t.named[n].ran) for n in "abc"] == [3, 4, 3]
 
 
+def test_close_candidates_are_measured_again(monkeypatch):
+    with fresh_cache():
+        t = Training(monkeypatch, {"a": 104.0, "b": 100.0, "c": 200.0}, steps=2)
+        assert t.until_chosen() == 3 * (1 + 2) + 2 * 2
+        assert (t.tuner.chosen, t.tuner.report.steps) == ("b", 4)
+        assert [len(t.named[n].ran) for n in "abc"] == [5, 5, 3]
+
+
 def test_the_slowest_rank_decides_for_all(monkeypatch):
     with fresh_cache():
         others = {"a": [12.0, 12.0], "b": [50.0, 50.0]}

@@ -67,7 +67,7 @@ def _tunes(rank, compiler):
         tuned.compile(tuner)
         step = tuner.step(tuned.step)
         chosen_after = []
-        for _ in range(12):
+        for _ in range(16):
             plain.step()
             step()
             chosen_after.append(tuner.chosen)
@@ -92,11 +92,13 @@ def test_training_goes_on_through_it_with_the_bits_of_one_plan(compiler, tmp_pat
     folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     (mine, report), other = run_ranks(_tunes, 2, compiler, timeout_s=400, environment=folder)
     assert other == (mine, report)
-    # A step of each that compiles, and two that are measured.
-    assert mine == [None] * 8 + [report.chosen] * 4
+    # A step of each that compiles and two that are measured; again two of those that are close.
+    first = mine.index(report.chosen) + 1
+    assert first in (9, 9 + 4, 9 + 6)
+    assert mine == [None] * (first - 1) + [report.chosen] * (17 - first)
     assert not report.bits_depend
     assert [c.name for c in report.candidates] == list(NAMES)
-    assert (report.ranks, report.steps) == (2, 2)
+    assert (report.ranks, report.steps) == (2, 2 if first == 9 else 4)
     for c in report.candidates:
         assert 0 < c.graphs_ms < c.step_ms
         assert min(c.estimated_ms, c.estimated_bytes) > 0

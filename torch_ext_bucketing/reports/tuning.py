@@ -20,6 +20,8 @@ class CandidateReport(Record):
         peak_bytes: most that a rank held in a step, by the device's allocator; on CPU the
             process's resident memory.
         fits: whether that is within the bound.
+        relative: median of its steps, each over the median of all candidates in the same round;
+            the choice is made by it.
         estimated_ms: the cost model's time of the graphs; None: not estimated.
         estimated_bytes: its peak of live bytes of the larger graph.
         corrected_ms: the estimate with the report's factors.
@@ -33,6 +35,7 @@ class CandidateReport(Record):
     estimated_ms: float | None = None
     estimated_bytes: int | None = None
     corrected_ms: float | None = None
+    relative: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class TuneReport(Report):
     Args:
         chosen: name of the candidate that was kept.
         candidates: in the given order.
-        steps: measured steps of each.
+        steps: measured steps of the chosen one; those that were not close have fewer.
         ranks: number of ranks.
         bound_bytes: the bound on what a rank holds; None: none.
         bits_depend: whether another choice gives other bits.
@@ -75,13 +78,14 @@ class TuneReport(Report):
         def size(value: int | None) -> str:
             return "-" if value is None else sizes_text(value)[0]
 
-        rows = [["candidate", "step, ms", "graphs, ms", "estimate", "corrected", "peak", "graph's"]]
+        rows = [["candidate", "relative", "step, ms", "graphs, ms", "estimate", "corrected"]]
+        rows[0] += ["peak", "graph's"]
         for c in self.candidates:
             name = f"{c.name} (chosen)" if c.name == self.chosen else c.name
             peak = size(c.peak_bytes) + ("" if c.fits else ", above the bound")
-            rows.append([name, *map(ms, (c.step_ms, c.graphs_ms, c.estimated_ms, c.corrected_ms))])
-            rows[-1] += [peak, size(c.estimated_bytes)]
-        about = f"medians of {self.steps} steps of the slowest of {self.ranks} rank(s)"
+            times = (c.relative, c.step_ms, c.graphs_ms, c.estimated_ms, c.corrected_ms)
+            rows.append([name, *map(ms, times), peak, size(c.estimated_bytes)])
+        about = f"medians of up to {self.steps} steps of the slowest of {self.ranks} rank(s)"
         if self.from_cache:
             about = f"taken from an earlier run without measuring: {about}"
         if self.bound_bytes is not None:
@@ -91,7 +95,7 @@ class TuneReport(Report):
             if self.bits_depend
             else "bits do not depend on the choice: gradients are added in rank order"
         )
-        lines = [*aligned(rows, right=(1, 2, 3, 4)), about, bits]
+        lines = [*aligned(rows, right=(1, 2, 3, 4, 5)), about, bits]
         if self.factors:
             of = ", ".join(f"{kind} {factor:.2f}" for kind, factor in self.factors.items())
             lines.append(f"measured over estimated times: {of}")

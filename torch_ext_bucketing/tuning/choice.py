@@ -24,26 +24,44 @@ RankFigures = Mapping[str, Sequence[Figures]]
 """The measured steps of each candidate on one rank."""
 
 
-def combine(ranks: Sequence[RankFigures], bound_bytes: int | None) -> list[CandidateReport]:
+def combine(
+    ranks: Sequence[RankFigures], bound_bytes: int | None, compared: Sequence[str] = ()
+) -> list[CandidateReport]:
     """Combine the ranks' figures, alike on every rank.
 
-    A step takes as long as on its slowest rank. The median over the steps counts, infinite if any
-    rank compiled in all of them.
+    A step takes as long as on its slowest rank, and the median over the steps counts. To compare
+    candidates, each step is divided by the median of its round, because a machine's speed may
+    drift. Times are infinite if in each step some rank compiled.
+
+    Args:
+        compared: candidates that took all rounds, which divide; by default all.
     """
-    found = []
-    for name in ranks[0]:
-        steps = [
+    steps = {
+        name: [
             Figures(*map(max, zip(*each, strict=True)))
             for each in zip(*(rank[name] for rank in ranks), strict=True)
         ]
-        timed = [step for step in steps if step.step_ms < math.inf]
-        step_ms, graphs_ms = (
-            statistics.median(getattr(step, field) for step in timed) if timed else math.inf
-            for field in ("step_ms", "graphs_ms")
+        for name in ranks[0]
+    }
+    rounds = zip(*(steps[name] for name in compared or steps), strict=True)
+    usual = [
+        statistics.median([s.step_ms for s in each if s.step_ms < math.inf] or [1])
+        for each in rounds
+    ]
+    found = []
+    for name, mine in steps.items():
+        timed = [i for i, step in enumerate(mine) if step.step_ms < math.inf]
+        step_ms, graphs_ms, relative = (
+            statistics.median(values or [math.inf])
+            for values in (
+                [mine[i].step_ms for i in timed],
+                [mine[i].graphs_ms for i in timed],
+                [mine[i].step_ms / usual[i] for i in timed],
+            )
         )
-        peak = max(step.peak_bytes for step in timed or steps)
+        peak = max(mine[i].peak_bytes for i in timed or range(len(mine)))
         fits = bound_bytes is None or peak <= bound_bytes
-        found.append(CandidateReport(name, step_ms, graphs_ms, peak, fits))
+        found.append(CandidateReport(name, step_ms, graphs_ms, peak, fits, relative=relative))
     return found
 
 
@@ -54,7 +72,7 @@ def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
     """
     fitting = [c for c in candidates if c.fits]
     if fitting:
-        return min(fitting, key=lambda c: c.step_ms)
+        return min(fitting, key=lambda c: c.relative)
     return min(candidates, key=lambda c: c.peak_bytes)
 
 

@@ -5,7 +5,7 @@ training's, and a waiting rank can name those that it waits for. Keys of the n-t
 
     n/<r>         the value of rank r
     n/arrived     the number of ranks
-    n/outcome     "" to go on, or why not; whoever writes first decides for all
+    n/outcome     "go", or why not; the first rank to write it decides for all
 
 A rank that fails on its way to a point writes its outcome, so no other rank goes beyond it.
 """

@@ -16,6 +16,7 @@ common to all, so training goes on through the measurement.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import warnings
@@ -46,22 +47,27 @@ from .meter import Meter
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+# Those that take at most this much longer than the fastest are measured again: medians of a few
+# steps differ by some percent from run to run.
+_CLOSE = 1.1
+
 
 class Tuner:
     """A backend for ``torch.compile`` that tries ``candidates`` and keeps the fastest.
 
     Steps of :meth:`step` try one candidate each, in turn: one step that compiles and warms up, then
-    ``steps`` measured ones. The ranks then compare medians, where the slowest rank of a step
-    counts, and all keep the fastest candidate within ``memory``. The choice is stored in the folder
-    of Inductor's caches; a later start with the same graph, candidates and machine takes it without
-    measuring. A step in which some rank compiles is not counted.
+    ``steps`` measured ones, and as many again for those within 10% of the fastest. A step takes as
+    long as on its slowest rank; medians of it, over the other candidates' steps of the same round,
+    decide alike on all ranks. The fastest candidate within ``memory`` is kept. The choice is stored
+    in the folder of Inductor's caches; a later start with the same graph, candidates and machine
+    takes it without measuring. A step that compiles something on any rank is not counted.
 
     Args:
         model: the sharded model, not compiled yet.
         candidates: backends of ``torch.compile`` by name; None: those of
             :func:`.tuning.candidates.candidates`. All ranks give the same.
         compiler: see there.
-        steps: measured steps of each candidate.
+        steps: measured steps of each candidate; the closest ones get twice as many.
         memory: a bound on what a rank holds in a step, as the device's allocator counts it (on CPU:
             resident memory), in ``gib``; None: no bound. If no candidate keeps it, the one that
             needs least memory is kept, with a ``BoundNotKeptWarning``.
@@ -82,7 +88,7 @@ class Tuner:
         candidates: Mapping[str, str | Compiler] | None = None,
         *,
         compiler: Literal["aot_eager", "inductor"] = "inductor",
-        steps: int = 3,
+        steps: int = 5,
         memory: PeakMemory | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -102,6 +108,7 @@ class Tuner:
         self._meeting = Meeting(timeout)
         self._meter = Meter(next((p.device for p in model.parameters()), torch.device("cpu")))
         self._current = next(iter(self.candidates))
+        self._running, self._again = list(self.candidates), False
         self._turns = self._in_turn()
         self._figures: dict[str, list[Figures]] = {name: [] for name in self.candidates}
         self._versions: list[dict[str, Callable[..., Any]]] = []
@@ -194,23 +201,27 @@ class Tuner:
 
     def _in_turn(self) -> Iterator[str]:
         """Yield the names round after round, each time from another one on."""
-        names, first = list(self.candidates), 0
-        while True:
-            yield from names[first:] + names[:first]
-            first = (first + 1) % len(names)
+        for first in itertools.count():
+            names = self._running
+            at = first % len(names)
+            yield from names[at:] + names[:at]
 
     def _round_is_over(self) -> bool:
-        counts = {len(figures) for figures in self._figures.values()}
-        return len(counts) == 1 and min(counts) > self._steps
+        counts = {len(self._figures[name]) for name in self._running}
+        return len(counts) == 1 and min(counts) > self._steps * (1 + self._again)
 
     def _choose(self) -> None:
-        """Compare figures with all ranks; choose, unless a candidate has no counted step."""
+        """Compare figures with all ranks; choose, unless candidates need more steps."""
         figures = {name: mine[1:] for name, mine in self._figures.items()}
         ranks = [json.loads(text) for text in self._meeting.meet("the choice", json.dumps(figures))]
-        found = combine(ranks, self._bound)
+        found = combine(ranks, self._bound, self._running)
         if any(c.step_ms == math.inf for c in found):
             return  # ranks still compile: another round
         best = best_of(found)
+        close = [c.name for c in found if c.fits and c.relative <= _CLOSE * best.relative]
+        if best.fits and len(close) > 1 and not self._again:
+            self._running, self._again = close, True
+            return
         estimates = {name: self._estimates(name) for name in self.candidates}
         known = [(estimates[c.name], c.graphs_ms) for c in found if estimates[c.name]]
         factors = fit_factors(known)
