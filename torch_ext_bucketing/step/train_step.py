@@ -87,6 +87,8 @@ class TrainStep:
         # Shapes may have chosen between several compiles. Without anything to add, none has run.
         epilogues = self.backend.epilogues
         ran = next((e for e in epilogues if e.ran), epilogues[-1])
+        if ran.ran:
+            ran.forget_skipped()
         ran.ran = False
         self.total_norm = ran.total_norm
         updated = {p.fqn for p in ran.updated}

@@ -133,6 +133,16 @@ class Epilogue:
         self._fresh = torch.tensor([fqn in fresh for fqn in self.trained])
         return [read() for read in self._inputs]
 
+    def forget_skipped(self) -> None:
+        """Drop momentum buffers that were made for a step that then changed nothing."""
+        made = [p for p in self.updated if self._fresh[p.place]]
+        if self.norm is None or not self.norm.skip or not made:
+            return
+        assert self.total_norm is not None
+        if not self.total_norm.isfinite():
+            for p in made:
+                del self.optimizer.state[p.parameter], self._seen[p.fqn]
+
     def state(self, fqn: str, k: int) -> torch.Tensor:
         """Return one of the tensors of a parameter's state, as :meth:`read_state` found it."""
         return self._states[fqn][k]
