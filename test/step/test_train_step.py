@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from eager_parity.steps import state_digest
 from sharded_models import eager_fsdp2, small_transformer, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from eager_parity.steps import state_digest
 from torch_ext_bucketing.errors import EagerOptimizerWarning
 from torch_ext_bucketing.graph.collectives import is_wait, kind_of
 from torch_ext_bucketing.graph.tags import updates_of
@@ -129,7 +129,7 @@ def microbatches(rank: int) -> list[bool]:
 
 
 def not_finite(rank: int) -> list[bool]:
-    """A step whose norm is not finite changes nothing, with and without fused kernels."""
+    """Return whether a step with a norm that is not finite changes nothing."""
     found = []
     for options in ({"foreach": True}, {"fused": True}):
         torch._dynamo.reset()
@@ -226,7 +226,7 @@ def test_another_optimizer_runs_eagerly_with_a_warning(model):
 
 def test_parameters_of_no_optimizer_keep_their_gradients(model):
     mine = [p for name, p in model.named_parameters() if name != "output.weight"]
-    step, _ = planned(model, torch.optim.AdamW(mine, foreach=True))
+    planned(model, torch.optim.AdamW(mine, foreach=True))
     other = dict(model.named_parameters())["output.weight"]
     assert other.grad is not None
     assert other.grad.shape == other.shape
@@ -246,7 +246,7 @@ def test_bad_input_is_refused_before_anything_is_compiled(model):
     with pytest.raises(ValueError, match="evaluates the model by a closure"):
         teb.train_step(model, torch.optim.LBFGS(model.parameters()), loss_of)
     foreign = torch.optim.AdamW(small_transformer().parameters())
-    with pytest.raises(ValueError, match="of the optimizer are not in GatheringTransformer|not in"):
+    with pytest.raises(ValueError, match=r"are not in .*param_groups\[0\]"):
         teb.train_step(model, foreign, loss_of)
 
 

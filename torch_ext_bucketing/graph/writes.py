@@ -41,7 +41,7 @@ class Writes:
             shared = [v for v in _aliased(node) if v in self.roots]
             value = node.meta.get("val")
             if node.op == "placeholder" and isinstance(value, torch.Tensor):
-                # An input may be a view of another one, such as of a parameter for its update.
+                # An input may be a view of another one, for instance of an updated parameter.
                 first = inputs.setdefault(value.untyped_storage()._cdata, node)
                 shared = [first] if first is not node else shared
             mine = tuple(dict.fromkeys(r for v in shared for r in self.roots[v])) or (node,)

@@ -50,7 +50,7 @@ class Extension(Protocol):
         """Change added nodes once collectives are merged, before nodes are ordered.
 
         Returns:
-            What was added; None if that is no news.
+            What was added; None if it was returned before.
         """
 
     @property
