@@ -308,8 +308,9 @@ def schedule_model(
         size_hints=model.graph.hints.to_text(),
         seconds=time.perf_counter() - clock,
     )
-    sorted_ = min((t for t in tries if t.free is not None), key=_rank, default=None)
-    return Scheduled(report, reached.order, sorted_ and sorted_.free and sorted_.free.sort)
+    made = min((t for t in tries if t.free is not None), key=_rank, default=None)
+    sort = None if made is None or made.free is None else made.free.sort
+    return Scheduled(report, reached.order, sort)
 
 
 def _tightened(
