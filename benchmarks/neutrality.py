@@ -51,14 +51,14 @@ def drop_views(gm: fx.GraphModule) -> None:
 def without_unpacking(gm: fx.GraphModule) -> list[str]:
     """Describe each node by what it reads, in order, but for those that unpack gathers."""
     aten = torch.ops.aten
+    views = (aten.view.default, aten.view.dtype, aten.alias.default)
     members: dict[fx.Node, tuple[fx.Node, int]] = {}
     dropped: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.target is aten.split_with_sizes_copy.out:
             dropped.add(node)
             for number, out in enumerate(node.kwargs["out"]):
-                while out.target is not aten.empty.memory_format:
-                    dropped.add(out)
+                while out.target in views:
                     out = out.args[0]
                 members[out] = node.args[0], number
         elif str(node.target) == "bucketing._split_all_gather.default":
@@ -66,6 +66,9 @@ def without_unpacking(gm: fx.GraphModule) -> list[str]:
             for user in node.users:
                 assert user.target is operator.getitem, user
                 members[user] = node.args[0], user.args[1]
+    for node in gm.graph.nodes:  # shapes and dtypes are those of what reads them
+        if node.target in views and node.args[0] in members:
+            members[node] = members[node.args[0]]
     kept = [n for n in gm.graph.nodes if n not in members and n not in dropped]
     names: dict[fx.Node, str] = {n: f"%{i}" for i, n in enumerate(kept)}
     names |= {n: f"{names[bucket]}[{number}]" for n, (bucket, number) in members.items()}

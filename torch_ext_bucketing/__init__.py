@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from . import hooks as hooks
     from . import testing as testing
     from .fsdp.blocks import transformer_block_plan as transformer_block_plan
-    from .fsdp.manual import manual_plan as manual_plan
     from .fsdp.order import FSDPParamOrder as FSDPParamOrder
     from .fsdp.simple_fsdp import data_parallel as data_parallel
     from .passes.all_to_all import FixedOrderReduce as FixedOrderReduce
@@ -70,7 +69,6 @@ _HOME = {
     "SeparateGroups": "rewrites.separate_groups",
     "backend": "passes.backends",
     "data_parallel": "fsdp.simple_fsdp",
-    "manual_plan": "fsdp.manual",
     "recipe": "recipes",
     "train_step": "step.train_step",
     "transformer_block_plan": "fsdp.blocks",
@@ -89,6 +87,7 @@ _RENAMED = {
     "MergeAmax": "rewrites.merge_amax.MergeAmax",
     "NotBucketedWarning": "errors.NotBucketedWarning",
     "Policy": "planner.schedule.policy.Policy",
+    "manual_plan": "fsdp.manual_plan",
     "PlanMismatchError": "errors.PlanMismatchError",
     "RankMissingError": "errors.RankMissingError",
     "ReduceScatterFirst": "rewrites.reduce_scatter_first.ReduceScatterFirst",

@@ -494,14 +494,18 @@ COMPILES = {
 }
 
 
-@pytest.mark.parametrize("compiled", COMPILES)
+ORDERED = (
+    "llama3_8b_fsdp8_tp8.backward.recompute",
+    "llama3_8b_hsdp8x8.forward",
+    "deepseek_v3_fsdp64_ep8.backward.recompute",
+)
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "compiled"),
     [
-        "llama3_8b_fsdp8_tp8.backward.recompute",
-        "llama3_8b_hsdp8x8.forward",
-        "deepseek_v3_fsdp64_ep8.backward.recompute",
-        "deepseek_v3_fsdp64_ep8_dropless.forward",
+        *itertools.product(ORDERED, COMPILES),
+        ("deepseek_v3_fsdp64_ep8_dropless.forward", "cpu"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.NotBucketedWarning")

@@ -20,6 +20,7 @@ from torch._inductor import config, ir
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._subclasses import fake_tensor
+from torch.utils import _triton
 
 from benchmarks.graphs import Graph
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, started_by
@@ -166,4 +167,13 @@ def fake_gpu() -> Iterator[None]:
             mock.patch.object(torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x))
         )
         stack.enter_context(mock.patch.object(driver, "_active", target))
+        # An earlier compile for the CPU has kept that triton has no device.
+        _forget_triton()
+        stack.callback(_forget_triton)
         yield
+
+
+def _forget_triton() -> None:
+    for function in vars(_triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

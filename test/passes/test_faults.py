@@ -718,7 +718,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ValueError: [
         (
             r"lacks module 'layers\.3'",
-            lambda: teb.manual_plan(["layers.[0-99999999999999]"], Blocks()),
+            lambda: teb.fsdp.manual_plan(["layers.[0-99999999999999]"], Blocks()),
         ),
         ("no module is named 'head'", lambda: UnitSpec((("head",),)).uncovered(Blocks())),
         ("'b' is in two units, 0 and 1", lambda: teb.BucketByUnit([["a", "b"], ["b"]])),

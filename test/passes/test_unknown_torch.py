@@ -19,14 +19,14 @@ import torch
 
 torch.__version__ = "2.17.0"
 
-def without(module, name, ours, function):
+def without(module, name, ours, function, arguments=1):
     delattr(importlib.import_module(module), name)
     import torch_ext_bucketing as teb
     said = ["imported"]
     try:
         imported = importlib.import_module(f"torch_ext_bucketing._torch.{ours}")
         if function:
-            getattr(imported, function)(None)
+            getattr(imported, function)(*[None] * arguments)
     except RuntimeError as error:
         said.append(str(error))
     print(json.dumps(said), flush=True)
@@ -71,10 +71,11 @@ def test_whatever_is_private_is_imported_under_guard():
 
 GONE = [
     (
-        "torch._inductor.pattern_matcher",
-        "stable_topological_sort",
+        "torch._inductor.fx_passes.control_dependencies",
+        "preserve_node_ordering",
         "sorting",
-        "sort_topologically",
+        "run_after",
+        2,
     ),
     ("torch._subclasses.fake_tensor", "FakeTensor", "fake", ""),
     (

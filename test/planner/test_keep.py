@@ -11,6 +11,7 @@ import torch.fx as fx
 from collective_graphs import fake_group
 from random_joint import BLOCKS, random_joint, random_planner
 from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of, trained
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
@@ -495,6 +496,59 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
             assert planner.choose(2**50).kept == everything.kept
     assert slower <= 1
     assert bool(parts) == bool(to)
+
+
+class Masked(torch.nn.Module):
+    """Blocks that each make a mask from a shared one, a norm, a head and a loss."""
+
+    def __init__(self, dim, vocabulary):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, dim)
+        self.layers = torch.nn.ModuleList(MaskedBlock(dim) for _ in range(4))
+        self.norm = torch.nn.LayerNorm(dim)
+        self.head = torch.nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        same = tokens[:, None, :, None] == tokens[:, None, None]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, same)
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, tokens.flatten())
+
+
+class MaskedBlock(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.w1 = torch.nn.Linear(dim, dim)
+        self.w2 = torch.nn.Linear(dim, dim)
+
+    def forward(self, x, same):
+        mask = torch.where(same, 0.0, -1e9)
+        h = self.w1(x)[:, None]
+        h = torch.nn.functional.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+        return x + self.w2(torch.relu(h.squeeze(1)))
+
+
+@pytest.mark.parametrize("vocabulary", [16, 1024])
+def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocabulary):
+    """The peak is in the blocks with the small vocabulary, and in the loss with the large one."""
+    found = []
+
+    def look(graph):
+        units = block_units(f for n in graph.nodes if (t := tag_of(n)) for f in t.fqns)
+        found.append(KeepPlanner(PartitionedModel(graph, Costs(), units, activations=not found)))
+        raise RuntimeError("planned")  # there is nothing to run
+
+    for again in (False, True):
+        with pytest.raises(BackendCompilerFailed, match="planned"):
+            compiled(Look(look), model=Masked, vocabulary=vocabulary, again=again)
+    ours, by_hand = found
+    peaks = [by_hand.reference_bytes]
+    for kept in ((), by_hand.candidates):
+        peaks += [by_hand.scheduled(kept, limit).peak_bytes for limit in (1, 2**60)]
+    assert ours.choose(1).peak_bytes <= min(peaks)
+    assert not ours.choose(min(peaks)).above
 
 
 @pytest.mark.once

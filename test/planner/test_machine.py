@@ -1,6 +1,7 @@
 """Machines with levels: whose ranks a group has decides how long its collectives take."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.devices import job_machine
 from torch_ext_bucketing.planner.cost.machine import H100, Level, Machine
 from torch_ext_bucketing.planner.cost.measure import measure
+from torch_ext_bucketing.planner.cost.network import INFINIBAND, Protocol, nvlink
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.testing.ring import on_ranks
 
@@ -100,6 +102,76 @@ def test_what_is_no_machine(wrong, error, message):
         Level(0)
     with pytest.raises(ValueError, match="latency_ms"):
         Level(1, -1)
+    with pytest.raises(ValueError, match="latency_ms or protocols, not both"):
+        Level(1, 0.1, INFINIBAND)
+    with pytest.raises(ValueError, match="tree_ms"):
+        Level(1, protocols=(Protocol(0.0, 0.0, -1.0),))
+    with pytest.raises(ValueError, match="the same protocols"):
+        Machine(ranks_per_node=8, intra=H100.intra, inter=Level(1e9, protocols=INFINIBAND[:2]))
+
+
+# Milliseconds on H100s by MiB of the whole buffer: 1, 2, 4 ... 2048. Source: AutoParallel's overlap
+# simulator, H100. One row per kind and group.
+SIMULATOR = {
+    ("all_reduce", 8, 1): [
+        0.028, 0.041, 0.0628, 0.0849, 0.1292, 0.2179, 0.3822, 0.7084, 1.3609, 2.6658, 5.2756,
+        10.4952,
+    ],
+    ("reduce_scatter", 8, 8): [
+        0.0866, 0.1151, 0.1566, 0.2397, 0.4059, 0.7181, 1.3297, 2.5531, 4.9998, 9.8931, 19.6798,
+        39.2532,
+    ],
+    ("reduce_scatter", 8, 1): [
+        0.0173, 0.0238, 0.0368, 0.0495, 0.0716, 0.1138, 0.1953, 0.3584, 0.6846, 1.3371, 2.642,
+        5.2518,
+    ],
+    ("reduce_scatter", 16, 16): [
+        0.1282, 0.1638, 0.2247, 0.3136, 0.4858, 0.8166, 1.4697, 2.7525, 5.2865, 10.3546, 20.4909,
+        40.7633,
+    ],
+    ("reduce_scatter", 32, 32): [
+        0.2114, 0.2612, 0.3608, 0.4615, 0.6455, 1.0136, 1.7497, 3.1512, 5.86, 11.2777, 22.113,
+        43.7835,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SIMULATOR, ids=str)
+def test_h100s_collectives_take_the_times_of_a_simulator(row):
+    kind, n, nodes = row
+    ranks = range(0, n * 8, 8) if nodes > 1 else range(n)
+    found = []
+    for i, ms in enumerate(SIMULATOR[row]):
+        whole = 2**20 << i
+        nbytes = 2 * whole if kind == "all_reduce" else whole + whole // n
+        found.append(H100.network_ms(kind, ranks, nbytes) / ms)
+    assert 0.7 <= min(found) <= max(found) <= 1.4
+    assert 0.85 <= sum(found) / len(found) <= 1.2
+
+
+def test_protocols_by_hand():
+    low, high = Protocol(1.0, 0.1, 0.2, 0.5, 1e6), Protocol(5.0, 0.4, 0.5)
+    near = Level(1e7, protocols=(low, high))
+    machine = Machine(ranks_per_node=2, intra=near, inter=Level(2e6, protocols=(low, high)))
+
+    def ms(kind, ranks, nbytes):
+        return machine.network_ms(kind, ranks, nbytes)
+
+    # A gather of 2 ranks moves half of its output. The first protocol is held at 1 MB/s.
+    assert ms("all_gather", [0, 1], 3_000) == pytest.approx(1.0 + 0.1 + 1.0)
+    assert ms("all_gather", [0, 1], 300_000) == pytest.approx(5.0 + 0.4 + 10.0)
+    # Ranks alone on their nodes wait as a tree does.
+    assert ms("all_gather", [0, 2], 3_000) == pytest.approx(1.0 + 0.2 + 1.0)
+    # On 8 nodes of 2 a ring takes 2 * (8 * 0.1 + 7 * 0.1) ms, a tree 2 * (0.2 + 3 * 0.2).
+    assert ms("all_reduce", range(16), 2) == pytest.approx(1.0 + 1.6 + 0.002 / 0.6)
+    assert ms("all_to_all", [0, 1], 4_000) == pytest.approx(1.0 + 0.1 + 1.0)
+
+
+def test_a_level_without_protocols_beside_one_with_them():
+    machine = Machine(ranks_per_node=8, intra=Level(1e9, protocols=nvlink(1e9)), inter=Level(1e8))
+    # all 8 ranks of two nodes: 15 of 16 MB at 8e8, 14 steps of NCCL's LL128 inside them
+    ms = 15e6 / 8e8 * 1e3 + 0.014 + 14 * 0.0019
+    assert machine.network_ms("all_gather", range(16), 17 * MB) == pytest.approx(ms)
 
 
 @pytest.mark.parametrize("fake_world", [16], indirect=True)
@@ -210,6 +282,13 @@ def test_a_file_holds_a_machine(tmp_path):
     assert brief(Machine.load(path)) == brief(machine) != brief(Machine("cluster"))
     with pytest.raises(ValueError, match="estimate"):
         Machine(estimate=lambda node, nbytes: None).save(path)
+
+    for known in (H100, replace(H100, inter=Level(1e9, 0.5))):
+        known.save(path)
+        assert Machine.load(path) == known
+    # A file from before protocols has bandwidth and latency alone.
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intra": [1e11, 0.01]}))
+    assert Machine.load(path).intra == Level(1e11, 0.01)
 
     for broken in ("", "[]", "{}", json.dumps({**json.loads(path.read_text()), "bandwidth": -1})):
         path.write_text(broken)

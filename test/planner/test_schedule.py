@@ -57,7 +57,7 @@ from torch_ext_bucketing.planner.cost.machine import Level
 from torch_ext_bucketing.planner.passes.scheduling import Schedule
 from torch_ext_bucketing.planner.schedule.list_schedule import ListScheduler, list_schedule
 from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory, forced_run
-from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
+from torch_ext_bucketing.planner.schedule.model import Model, model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.options import Options
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import schedule, schedule_model
@@ -404,6 +404,7 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
     order = made.run()
     changes: list[dict[str, Any]] = [{"window": w, "fill": 8} for w in (0, 1, 2, 4)]
     changes += [{"depth": 2}, {"deadlines": False}, {"limit_bytes": None}, {"max_run": None}]
+    changes += [{"hold": False}]
     for change in changes:
         other = replace(options, **change)
         if made.as_with(other):
@@ -411,6 +412,44 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
     step = Timeline.of(model, order).step_ms
     early = ListScheduler(model, options, shorter * step).run()
     assert early == order or (early is None and shorter < 1)
+
+
+def of_two_groups(seed: int, slower: float) -> Model:
+    """Make a model whose reductions are in a slower group than its gathers."""
+    model = model_of(random_training(seed).graph, replace(machine(1.0), kernel_ms=0.5))
+    slow = [m * slower if r else m for m, r in zip(model.ms, model.reduces, strict=True)]
+    group = [g and str(int(r)) for g, r in zip(model.group, model.reduces, strict=True)]
+    return replace(model, ms=slow, group=group)
+
+
+def by_longest_path(model: Model) -> list[int]:
+    """Run collectives at once; of the nodes that can begin first, the one with the longest path."""
+    needs, tail, end, free = model.dependencies.needs, model.paths.tail, {}, dict[str, float]()
+    order, left, now = list[int](), set(range(len(model))), 0.0
+    while left:
+        begin = {
+            i: max(now, end.get(model.start_of[i], 0.0)) for i in left if left.isdisjoint(needs[i])
+        }
+        starts = [i for i in begin if model.group[i] is not None]
+        i = min(starts or begin, key=lambda i: (begin[i], -tail[i], i))
+        left.remove(i)
+        order.append(i)
+        if (group := model.group[i]) is not None:
+            end[i] = free[group] = max(now, free.get(group, 0.0)) + model.ms[i]
+        else:
+            now = begin[i] + model.ms[i]
+    return order
+
+
+@pytest.mark.once
+@given(seed=SEEDS, slower=st.sampled_from([0.5, 2.0, 4.0, 10.0]))
+@settings(max_examples=60)
+def test_no_step_is_longer_than_that_of_a_plain_list_schedule(seed, slower):
+    """Nine in ten of these graphs lost up to half of their step."""
+    model = of_two_groups(seed, slower)
+    plain = Timeline.of(model, by_longest_path(model))
+    report = schedule_model(model, [Overlap(), PeakMemory(gib=1)], None).report
+    assert report.step_ms[1] <= plain.step_ms * (1 + 1e-9)
 
 
 @pytest.mark.once
@@ -440,17 +479,16 @@ def test_on_one_level_no_order_is_given_up_for_what_runs_beside_the_rest():
 def test_a_sort_that_misses_a_bound_is_not_the_only_one_tried():
     graph, bounds = random_training(12).graph, [Overlap(), PeakMemory(ratio=1.0)]
     on, wide = machine(2.0), Options(window=100)
-    alone = schedule_model(model_of(graph, on), bounds, None, like=wide, others=False)[0]
+    alone = schedule_model(model_of(graph, on), bounds, None, like=wide, near=False)[0]
     assert alone.chosen == "as given"
     report = schedule(graph, bounds, machine=on, like=wide)
     assert not report.misses
     assert report.step_ms[1] < 0.9 * alone.step_ms[1]
 
 
-@pytest.mark.parametrize("seed", [6, 27, 42])
-def test_of_equal_steps_the_lowest_peak_is_taken_in_the_end(seed):
-    model = model_of(random_training(seed).graph, replace(machine(2.0), kernel_ms=0.5))
-    bounds = [Overlap(), PeakMemory(ratio=3.0)]
+def test_of_equal_steps_the_lowest_peak_is_taken_in_the_end():
+    model = model_of(random_training(27).graph, replace(machine(2.0), kernel_ms=0.5))
+    bounds = [Overlap(), PeakMemory(ratio=1.3)]  # the plain list schedule needs more
     taken, first = (schedule_model(model, bounds, None, final=end)[0] for end in (True, False))
     assert taken.step_ms == first.step_ms
     assert taken.peak_bytes[1] < first.peak_bytes[1]
@@ -738,7 +776,7 @@ def test_members_move_between_buckets_and_the_report_says_what_each_holds():
     assert report.chosen.step_ms < 0.95 * min(one_cap)
     assert_expected_inline(
         report.to_text(),
-        """2 bucket(s) of 0.0469 to 0.0781 for 0 all_gather, 4 bucket(s) of 0.0625 to 0.125 for 0 reduce_scatter, of 6 tried""",
+        """2 bucket(s) of 0.0469 to 0.0781 for 0 all_gather, 4 bucket(s) of 0.0474 to 0.123 for 0 reduce_scatter, of 6 tried""",
     )
 
 

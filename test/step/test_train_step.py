@@ -48,12 +48,14 @@ def pair(rank: int, make, max_norm=CLIP, **options):
     return (eager, first), (ours, second), step
 
 
-def take_eager(model: nn.Module, optimizer, *batches: torch.Tensor, max_norm=CLIP) -> float:
+def take_eager(
+    model: nn.Module, optimizer, *batches: torch.Tensor, max_norm=CLIP, norm_type=2.0
+) -> float:
     for batch in batches:
         loss_of(model, batch).backward()
     norm = 0.0
     if max_norm is not None:
-        total = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        total = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
         norm = getattr(total, "full_tensor", lambda: total)().item()
     optimizer.step()
     optimizer.zero_grad()
@@ -128,6 +130,44 @@ def microbatches(rank: int) -> list[bool]:
     return found
 
 
+def other_norms(rank: int) -> list[bool]:
+    """Clip by norms that are combined with and without powers."""
+    found = []
+    for norm_type in (float("inf"), 1.0):
+        torch._dynamo.reset()
+        one, other, step = pair(rank, sgd, max_norm=1e-3, norm_type=norm_type)
+        tokens = tokens_of(rank, 37, 2, 8)
+        for number in range(2):
+            norm = take_eager(*one, tokens(number), max_norm=1e-3, norm_type=norm_type)
+            step(tokens(number))
+            found += [same(one, other), norm == step.total_norm.item(), norm > 1e-3]
+    return found
+
+
+def poisoned(model: nn.Module, take) -> None:
+    """Take a step with an infinite parameter."""
+    with torch.no_grad():
+        norm = model.norm._parameters["weight"].to_local()
+        kept = norm.clone()
+        norm.fill_(float("inf"))
+    take()
+    with torch.no_grad():
+        norm.copy_(kept)
+
+
+def skipped_first(rank: int) -> list[bool]:
+    """Skip the step that makes momentum buffers; the next one makes them."""
+    one, other, step = pair(rank, sgd, skip_nonfinite=True)
+    tokens = tokens_of(rank, 37, 2, 8)
+    poisoned(other[0], lambda: step(tokens(0)))
+    found = [not step.total_norm.isfinite().item(), not other[1].state]
+    for number in range(2):
+        take_eager(*one, tokens(number))
+        step(tokens(number))
+        found.append(same(one, other))
+    return found
+
+
 def not_finite(rank: int) -> list[bool]:
     """Return whether a step with a norm that is not finite changes nothing."""
     found = []
@@ -139,14 +179,8 @@ def not_finite(rank: int) -> list[bool]:
         step(tokens(0))
         before = digest(other[0]), state_digest(other[1])
         found.append(same(one, other))
-        with torch.no_grad():
-            norm = other[0].norm._parameters["weight"]
-            kept = norm.to_local().clone()
-            norm.to_local().fill_(float("inf"))
-        step(tokens(1))
+        poisoned(other[0], lambda: step(tokens(1)))  # noqa: B023
         found.append(not torch.isfinite(step.total_norm).item())
-        with torch.no_grad():
-            norm.to_local().copy_(kept)
         found.append(before == (digest(other[0]), state_digest(other[1])))
         take_eager(*one, tokens(2))
         step(tokens(2))
@@ -154,7 +188,10 @@ def not_finite(rank: int) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("function", [scheduled, unclipped, microbatches, not_finite])
+FUNCTIONS = [scheduled, unclipped, microbatches, other_norms, not_finite, skipped_first]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_steps_are_eager_fsdp2s(function):
     for found in on_ranks(function, world=2, timeout_s=480):
         assert found

@@ -1,4 +1,4 @@
-"""Order a graph's nodes: torch's topological sort, and Inductor's control dependencies."""
+"""Order a graph's nodes: a topological sort, and Inductor's control dependencies."""
 
 from __future__ import annotations
 
@@ -13,11 +13,33 @@ with private_torch():
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Move nodes after their inputs, and keep the order where it is valid."""
-    with private_torch():
-        from torch._inductor.pattern_matcher import stable_topological_sort
+    """Move nodes after their inputs, and keep the order where it is valid.
 
-    stable_topological_sort(graph)
+    The order is that of Inductor's ``stable_topological_sort``, whose module takes longer to import
+    than a graph to plan.
+
+    Raises:
+        ValueError: the graph has a cycle.
+    """
+    placed: dict[fx.Node, None] = {}
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    left = [node for node in reversed(graph.nodes) if node.op != "output"]
+    size = len(left)
+    while left:
+        node = left.pop()
+        if any(need not in placed for need in node.all_input_nodes):
+            needs: list[fx.Node] = []
+            fx.map_arg((node.args, node.kwargs), needs.append)
+            last = next(need for need in reversed(needs) if need not in placed)
+            waiting.setdefault(last, []).append(node)
+            continue
+        before = next(reversed(placed), None)
+        if before is not None and before.next is not node:
+            before.append(node)
+        placed[node] = None
+        left += reversed(waiting.pop(node, []))
+    if len(placed) != size:
+        raise ValueError("the graph has a cycle")
 
 
 def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:

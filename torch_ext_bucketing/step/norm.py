@@ -4,10 +4,13 @@ Eager takes a norm per gradient on the local shard, stacks them, and all-reduces
 each mesh dimension that shards them (``_NormPartial`` in torch's ``_math_ops.py``)::
 
     [n] local norms -> ** p -> all_reduce(sum) -> ** (1 / p) -> norm of the n norms
+
+Norms of infinity and zero need no powers, and the largest, least or sum of the ranks' norms.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +59,9 @@ _TOTAL = _operator("total_norm(Tensor[] vectors, float norm_type) -> Tensor", _t
 _COEFFICIENT = _operator("coefficient(Tensor total, float max_norm) -> Tensor", _coefficient)
 NOT_FINITE = _operator("not_finite(Tensor total) -> Tensor", _not_finite)
 
+# norm_strategy in torch's _math_ops.py
+_WITHOUT_POWERS = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
+
 Call = Callable[..., fx.Node]
 
 
@@ -82,14 +88,17 @@ class Norm:
             local = call(operator.getitem, norms, 0)
             by_mesh.setdefault(sharded_dims(parameter), []).append(local)
         vectors = []
+        reduce = _WITHOUT_POWERS.get(self.norm_type)
         for dims, norms in by_mesh.items():
             vector = call(_STACK, norms)
             for mesh, dim in dims:
                 group = as_argument(mesh_group(mesh, dim))
-                vector = call(_aten.pow.Tensor_Scalar, vector, self.norm_type)
-                vector = call(_c10d.all_reduce.default, vector, "sum", group)
+                if reduce is None:
+                    vector = call(_aten.pow.Tensor_Scalar, vector, self.norm_type)
+                vector = call(_c10d.all_reduce.default, vector, reduce or "sum", group)
                 vector = call(_c10d.wait_tensor.default, vector)
-                vector = call(_aten.pow.Tensor_Scalar, vector, 1.0 / self.norm_type)
+                if reduce is None:
+                    vector = call(_aten.pow.Tensor_Scalar, vector, 1.0 / self.norm_type)
             vectors.append(vector)
         return call(_TOTAL, vectors, self.norm_type)
 

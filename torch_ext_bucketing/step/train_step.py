@@ -87,16 +87,19 @@ class TrainStep:
         # Shapes may have chosen between several compiles. Without anything to add, none has run.
         epilogues = self.backend.epilogues
         ran = next((e for e in epilogues if e.ran), epilogues[-1])
+        if ran.ran:
+            ran.forget_skipped()
         ran.ran = False
         self.total_norm = ran.total_norm
         updated = {p.fqn for p in ran.updated}
+        torch.autograd.graph.increment_version([p.parameter for p in ran.updated])
         for (fqn, p), gradient in zip(trained, gradients, strict=True):
             if fqn in updated:
                 p.grad = None
-                torch.autograd.graph.increment_version(p)
             elif gradient is not None and fqn not in ran.accumulated:
                 p.grad = gradient if p.grad is None else p.grad + gradient
-        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        planned = {p.parameter for p in ran.updated}
+        mine = [p for g in self.optimizer.param_groups for p in g["params"] if p not in planned]
         if any(p.grad is not None for p in mine):
             self.optimizer.step()
             for p in mine:
@@ -176,7 +179,7 @@ def train_step(
         optimizer: of parameters of ``model``; others keep their gradients.
         loss: ``loss(model, *args)`` computes a scalar tensor. It is compiled without graph breaks.
         max_norm: clip the norm of all gradients to this; so is ``norm_type``. None: no clipping.
-        skip_nonfinite: with ``max_norm``: change nothing in a step whose norm is infinite or NaN.
+        skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN.
             Waits for the norm on the host, unless the optimizer is ``fused``.
         passes: see :func:`.backend`; None takes :func:`.recipe`'s.
         compiler: see :func:`.backend`; so are ``options``.

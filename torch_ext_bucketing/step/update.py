@@ -1,6 +1,6 @@
 """Append the norm of the gradients and the optimizer's updates to a backward graph.
 
-Before buckets are planned, every gradient gets nodes of its own, and leaves the outputs::
+Before buckets are planned, every gradient gets nodes of its own, and is not an output any more::
 
     reduce_scatter -> wait -> grad                          grad of w: output
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Epilogue:
     _reported: bool = False
     rule_name: str = field(init=False)
     _shards: dict[str, fx.Node] = field(default_factory=dict)
+    _seen: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _inputs: list[Callable[[], torch.Tensor]] = field(default_factory=list)
     _new: set[str] = field(default_factory=set)
     _fresh: torch.Tensor = field(default_factory=lambda: torch.tensor([]))
@@ -131,18 +133,34 @@ class Epilogue:
         self._fresh = torch.tensor([fqn in fresh for fqn in self.trained])
         return [read() for read in self._inputs]
 
+    def forget_skipped(self) -> None:
+        """Drop momentum buffers that were made for a step that then changed nothing."""
+        made = [p for p in self.updated if self._fresh[p.place]]
+        if self.norm is None or not self.norm.skip or not made:
+            return
+        assert self.total_norm is not None
+        if not self.total_norm.isfinite():
+            for p in made:
+                del self.optimizer.state[p.parameter], self._seen[p.fqn]
+
     def state(self, fqn: str, k: int) -> torch.Tensor:
         """Return one of the tensors of a parameter's state, as :meth:`read_state` found it."""
         return self._states[fqn][k]
 
     def read_state(self) -> None:
         """Look up the state of all parameters, which a checkpoint may have replaced."""
+        state = self.optimizer.state
         for p in self.updated:
+            found = list(state[p.parameter].values())
+            seen = self._seen.get(p.fqn)
+            if seen is not None and len(seen) == len(found) and all(map(is_, seen, found)):
+                continue
             group = self.optimizer.param_groups[p.group]
             names = self.rule.state(group)
             tensors, new = state_of(self.optimizer, group, p.parameter, names)
             self._check(p, names, tensors)
             self._states[p.fqn] = [shard_of(t) for t in tensors]
+            self._seen[p.fqn] = list(state[p.parameter].values())
             if new:
                 self._new.add(p.fqn)
 

@@ -34,7 +34,8 @@ from ...graph.collectives import (
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
 from ...graph.writes import written_values
-from .machine import H100, Machine, is_time
+from .machine import H100, Machine
+from .network import is_time
 
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
 

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import torch
 
-from .machine import H100, Level, Machine, tensor_core_rates
+from .machine import H100, Machine, tensor_core_rates
+from .network import INFINIBAND, Level, nvlink
 
 # From NVIDIA's data sheets: dense operations per second in 16 bit, in TF32 and in 8 bit, bytes per
 # second of memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach
-# about seven tenths of that, copies and links eight tenths.
+# about seven tenths of that, copies and links eight tenths. The limits of NCCL's LL are its own.
 A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 Gbit/s
     H100,
     name="A100",
     flops=tensor_core_rates(218e12),
     bandwidth=1.63e12,
-    intra=Level(240e9, 0.012),
-    inter=Level(21e9, 0.03),
+    intra=Level(240e9, protocols=nvlink(87.7e9)),
+    inter=Level(21e9, protocols=INFINIBAND),
 )
 H200 = replace(H100, name="H200", bandwidth=3.84e12)  # an H100 with 4.8 TB/s
 B200 = replace(  # 2,250, 1,125, 4,500 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has 400 Gbit/s
@@ -26,7 +27,7 @@ B200 = replace(  # 2,250, 1,125, 4,500 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has
     name="B200",
     flops=tensor_core_rates(1575e12, 3150e12),
     bandwidth=6.4e12,
-    intra=Level(720e9, 0.012),
+    intra=Level(720e9, protocols=nvlink(282e9)),
 )
 GB200 = replace(  # 2,500, 1,250, 5,000 TFLOP/s; NVLink joins a rack of 72 GPUs, 400 Gbit/s beyond
     B200,

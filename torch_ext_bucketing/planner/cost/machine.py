@@ -21,32 +21,22 @@ import torch.fx as fx
 
 from ...graph.collectives import COLLECTIVES
 from .kineto import RankTrace, collective_times, rates, read_trace
+from .network import (
+    INFINIBAND,
+    Level,
+    Protocol,
+    check_rate,
+    check_time,
+    is_time,
+    levels_ms,
+    nvlink,
+)
 
 GroupLayout = tuple[int, int]
 """The number of ranks of a process group, and the number of nodes that they are on."""
 Table = Mapping[tuple[str, int | GroupLayout], Sequence[tuple[int, float]]]
 _FORMAT = 1
 _SUFFIX = ", corrected"
-
-
-@dataclass(frozen=True)
-class Level:
-    """One level of a network.
-
-    Args:
-        bandwidth: bytes per second that each rank sends and, at the same time, receives.
-        latency_ms: milliseconds of the smallest message.
-
-    Raises:
-        ValueError: ``bandwidth`` is not positive, or ``latency_ms`` is negative.
-    """
-
-    bandwidth: float
-    latency_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_rate("bandwidth", self.bandwidth)
-        _check_time("latency_ms", self.latency_ms)
 
 
 @dataclass(frozen=True)
@@ -80,8 +70,8 @@ class Machine:
         TypeError: ``flops``, ``factors`` or ``collectives`` is not a mapping, ``intra`` or
             ``inter`` not a :class:`.Level`, or ``estimate`` not callable.
         ValueError: a rate is not positive, a time is negative, ``ranks_per_node`` is below 1, one
-            of the levels or ``ranks_per_node`` is missing, or ``collectives`` has an unknown key or
-            an empty or malformed series.
+            of the levels or ``ranks_per_node`` is missing, the levels differ in the number of
+            protocols, or ``collectives`` has an unknown key or an empty or malformed series.
     """
 
     name: str = "machine"
@@ -102,15 +92,15 @@ class Machine:
             if not isinstance(mapping, Mapping):
                 raise TypeError(f"{name} must be a mapping, got {mapping!r}")
         for name, rate in {**self.flops, "other_flops": self.other_flops}.items():
-            _check_rate(name, rate)
+            check_rate(name, rate)
         for kind, factor in self.factors.items():
             if (kind != "kernel" and kind not in COLLECTIVES) or not is_time(factor) or not factor:
                 raise ValueError(
                     f"factors[{kind!r}] = {factor!r}: a key is 'kernel' or a kind of collective, a "
                     "factor positive"
                 )
-        _check_rate("bandwidth", self.bandwidth)
-        _check_time("kernel_ms", self.kernel_ms)
+        check_rate("bandwidth", self.bandwidth)
+        check_time("kernel_ms", self.kernel_ms)
         for name, level in (("intra", self.intra), ("inter", self.inter)):
             if level is not None and not isinstance(level, Level):
                 raise TypeError(f"{name} must be a Level, got {level!r}")
@@ -119,6 +109,10 @@ class Machine:
             raise ValueError(f"ranks_per_node must be a whole number of at least 1, got {n!r}")
         if self._levels is None and (self.intra or self.inter):
             raise ValueError("give intra, inter and ranks_per_node together, or none of the levels")
+        if self._levels is not None:
+            both = [len(level.protocols) for level in self._levels[:2] if level.protocols]
+            if len({*both}) > 1:
+                raise ValueError("intra and inter must have the same protocols, in the same order")
         if self.estimate is not None and not callable(self.estimate):
             raise TypeError(f"estimate must be a callable or None, got {self.estimate!r}")
         for key, series in self.collectives.items():
@@ -153,11 +147,7 @@ class Machine:
     def network_ms(self, kind: str, ranks: Sequence[int], nbytes: int) -> float | None:
         """Estimate the milliseconds of a collective; None without a table entry or levels.
 
-        Levels follow NCCL's tuning model (``src/graph/tuning.cc``). A ring moves (n - 1) / n of the
-        buffer past every one of n ranks, for an all-reduce twice, at the bandwidth of the slower
-        level: ``intra``'s, or the sum of ``inter``'s over the ranks of a node. Of its n - 1 steps,
-        k - 1 have the latency between k nodes. In an all-to-all each rank sends one message to each
-        level at the same time.
+        Those of levels are :func:`.levels_ms`.
 
         Args:
             kind: a key of :data:`.COLLECTIVES`.
@@ -172,26 +162,11 @@ class Machine:
             return _interpolated(series, nbytes)
         if self._levels is None:
             return None
-        (n, nodes), (intra, inter, per_node) = layout, self._levels
-        if n == 1:
+        if layout[0] == 1:
             return 0.0
-        members = Counter(rank // per_node for rank in ranks)
-        fewest, most = min(members.values()), max(members.values())
-        kind_row = COLLECTIVES[kind]
-        if not kind_row.rounds:
-            sent = (((most - 1) / n, intra), ((n - fewest) / n, inter))
-            times = (
-                part * (nbytes / 2) / level.bandwidth * 1e3 + level.latency_ms
-                for part, level in sent
-                if part
-            )
-            return max(times, default=0.0)
-        speeds = [intra.bandwidth] if most > 1 else []
-        speeds += [fewest * inter.bandwidth] if nodes > 1 else []
-        steps = (n - nodes) * intra.latency_ms + (nodes - 1) * inter.latency_ms
-        parts = (n if kind_row.whole_input else 1) + (n if kind_row.whole_output else 1)
-        buffer = nbytes * n / parts
-        return kind_row.rounds * (buffer * (n - 1) / n / min(speeds) * 1e3 + steps)
+        intra, inter, per_node = self._levels
+        members = Counter(rank // per_node for rank in ranks).values()
+        return levels_ms(COLLECTIVES[kind], list(members), nbytes, intra, inter)
 
     def corrected(self, factors: Mapping[str, float]) -> Machine:
         """Return the machine with times multiplied by ``factors``, besides its own."""
@@ -214,7 +189,7 @@ class Machine:
         document["factors"] = dict(self.factors)
         del document["estimate"]
         for name, level in (("intra", self.intra), ("inter", self.inter)):
-            document[name] = None if level is None else [level.bandwidth, level.latency_ms]
+            document[name] = None if level is None else list(vars(level).values())
         document["collectives"] = [
             [*key, [list(point) for point in series]] for key, series in self.collectives.items()
         ]
@@ -235,7 +210,11 @@ class Machine:
                 raise ValueError(f"its format is not {_FORMAT}")
             for name in ("intra", "inter"):
                 level = fields[name]
-                fields[name] = None if level is None else Level(*level)
+                if level is not None:
+                    # Files from before protocols have no third entry: they keep their latency.
+                    bandwidth, latency_ms, *protocols = level
+                    given = tuple(Protocol(*p) for p in (protocols[0] if protocols else ()))
+                    fields[name] = Level(bandwidth, latency_ms, given)
             fields["collectives"] = {
                 (kind, group if isinstance(group, int) else tuple(group)): tuple(map(tuple, series))
                 for kind, group, series in fields["collectives"]
@@ -329,22 +308,6 @@ def _ranks_per_node(traces: Sequence[RankTrace]) -> int:
     return n
 
 
-def is_time(value: Any) -> bool:
-    """Return whether ``value`` is a finite number of at least 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf
-
-
-def _check_rate(name: str, value: object) -> None:
-    if not is_time(value) or not value:
-        raise ValueError(f"{name} must be a positive rate per second, got {value!r}")
-
-
-def _check_time(name: str, value: object) -> None:
-    if not is_time(value):
-        raise ValueError(f"{name} must be a time of at least 0, got {value!r}")
-
-
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -369,11 +332,10 @@ H100 = Machine(
     flops=tensor_core_rates(692e12, 1385e12),
     bandwidth=2.7e12,
     # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.
-    # About eight tenths of both are reached. NCCL's tuning model (src/graph/tuning.cc) has 3.4 and
-    # 14 us for a step of a ring by its Simple protocol; launches and other traffic add to that.
+    # About eight tenths of both are reached. NCCL's model has 48 GB/s for the adapter.
     ranks_per_node=8,
-    intra=Level(360e9, 0.012),
-    inter=Level(42e9, 0.03),
+    intra=Level(360e9, protocols=nvlink(141e9)),
+    inter=Level(42e9, protocols=INFINIBAND),
 )
 """Nodes of eight H100s: the default where a job's own machine is unknown."""
 

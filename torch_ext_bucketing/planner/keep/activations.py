@@ -4,7 +4,7 @@ A group is one sort of node in one stretch of forward: matrix products, attentio
 activations, or other nodes, which are cheap. A stretch begins where the parameters of a unit are
 read and ends where the next unit's are read. A unit that is read in two places, such as a root with
 embedding and head, has two stretches. What a stretch hands to the next one is always saved, so that
-backward recomputes one stretch at a time::
+backward recomputes one stretch at a time; a norm that is a unit of its own need not be saved::
 
     block 3   x -> norm -> mm -> silu -> mm -> add -> y       y, and x before it, are saved;
               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^             the rest is in groups
@@ -84,6 +84,12 @@ class Activations:
         self._units: dict[fx.Node, str] = {}  # units of nodes that depend on parameters only
         self._find_stretches(unit_of)
         self._hand_down()
+        # Stretches that are more than a norm. A norm is made again from what it reads.
+        self._long = {
+            self._stretch[n]
+            for n in self._nodes
+            if n in self._stretch and (not _is_cheap(n) or self._reads_matrix(n))
+        }
         for node in self._nodes:
             self._sort(node)
 
@@ -110,10 +116,11 @@ class Activations:
                     number = 1 + max((s.number for s in latest.values()), default=-1)
                     last = latest[unit] = Stretch(number, unit, 1 + (last.nth if last else 0))
                 stretch[node] = last
-        # A node such as a sum of weights belongs where it is read first.
-        for node in reversed(units):
+        # A node that reads no activation, such as a mask or a sum of weights, belongs where it is
+        # read first.
+        for node in reversed(self._nodes):
             readers = [stretch[u] for u in node.users if u in stretch]
-            if readers and node not in self._moves:
+            if readers and node not in stretch:
                 stretch[node] = min(readers)
 
     def _later(self, node: fx.Node) -> bool:
@@ -121,6 +128,11 @@ class Activations:
         mine = self._stretch[node]
         users = (self._stretch.get(u) for u in node.users if u in self._inside)
         return node in self._outputs or any(u is not None and u > mine for u in users)
+
+    def _reads_matrix(self, node: fx.Node) -> bool:
+        """Return whether a node reads a parameter that is not a vector, as an embedding does."""
+        read = (a for a in node.all_input_nodes if a in self._units)
+        return any(v.dim() > 1 for a in read for v in tensors_in(a.meta.get("val")))
 
     def _hand_down(self) -> None:
         """Move cheap nodes that only a later stretch reads into that stretch.
@@ -154,7 +166,8 @@ class Activations:
         if stretch is None or "recompute" in node.meta or is_number(node):
             return
         whole = node.args[0] if node.target is operator.getitem else node
-        if self._later(node) or not _may_run_twice(node) or whole in self.saved:
+        handed_on = node in self._outputs or (stretch in self._long and self._later(node))
+        if handed_on or not _may_run_twice(node) or whole in self.saved:
             self.saved[node] = None
         elif is_view(node) and not is_wait(node) and whole is node:
             self.views[node] = None

@@ -262,13 +262,16 @@ class KeepPlanner:
     def _least(self) -> _Set:
         """Return activations that must be kept for a low peak: recomputing them holds more."""
         others = [k for k in self._rankings[0] if not self._keepables[k].starts]
-        kept, peak = frozenset[int](), self.reference_bytes
         each = 1 + len(others) // _MANY
-        for first in range(0, len(others), each):
-            more = kept.union(others[first : first + each])
-            nbytes = self._held.peak_bytes(more)
-            if nbytes < peak:
-                kept, peak = more, nbytes
+        some = [frozenset(others[at : at + each]) for at in range(0, len(others), each)]
+        kept, there, peak = frozenset[int](), self.reference_bytes, self.reference_bytes
+        for more in (*some, *some):  # one that was kept may be superfluous with later ones
+            other = kept ^ more
+            held = self._held.peak_bytes(other)
+            if held <= there:  # and what is made again for it is made later, or not at all
+                nbytes = max(m.liveness.peak(range(len(m))) for m in self.partitioned.models(other))
+                if nbytes < peak:
+                    kept, there, peak = other, held, nbytes
         return kept
 
     def _near(self, kept: _Set, room: int, ranked: Sequence[int]) -> Iterator[_Set]:

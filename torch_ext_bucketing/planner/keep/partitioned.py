@@ -287,7 +287,10 @@ class PartitionedModel:
         made: dict[int, int] = {}
         read: dict[int, dict[int, None]] = {}
         alone = self.keepable_of_place(self.backward)
-        for i, mine in enumerate(alone):
+        views = () if self.activations is None else self.activations.views
+        for i, (node, mine) in enumerate(zip(self.backward.dependencies.nodes, alone, strict=True)):
+            if node in views:  # its readers touch the storage, too
+                continue
             if mine is not None:
                 made.update(dict.fromkeys(live.allocates[i], mine))
             for s in live.touches[i]:

@@ -75,6 +75,7 @@ class ListScheduler:
         # These record which options made a difference; see as_with().
         self.farthest = 0  # the most compute nodes that a long path overtook
         self.filled = False  # a lazy node filled a wait
+        self.delayed = False  # a kernel ran, or would have, before one with a longer path
         self.too_deep = False  # a gather was held back by ``depth``,
         self.hurried = False  # or went first all the same, for its deadline
         self.short = False  # memory ran out
@@ -162,6 +163,7 @@ class ListScheduler:
             (mine.window == other.window or (narrower and (other.window > 0 or not self.filled)))
             and (mine.depth == other.depth or deeper)
             and (mine.deadlines == other.deadlines or (mine.deadlines and not self.hurried))
+            and (mine.hold == other.hold or not self.delayed)
             and (mine.limit_bytes == other.limit_bytes or roomier)
             and (mine.max_run == other.max_run or longer)
             and (mine.max_prefetch, mine.under) == (other.max_prefetch, other.under)
@@ -171,8 +173,16 @@ class ListScheduler:
 
     def _emit(self, i: int) -> None:
         """Add node ``i`` to the order, after the nodes that it needs."""
+        done = self.done
+        for j in self.needs[i]:
+            if not done[j]:
+                break
+        else:  # mostly
+            if not done[i]:
+                self._place(i)
+            return
         for node in self._open_needs(i):
-            if not self.done[node]:  # placing another one may have placed it
+            if not done[node]:  # placing another one may have placed it
                 self._place(node)
 
     def _place(self, i: int) -> None:
@@ -415,7 +425,9 @@ class ListScheduler:
             best, best_tail, best_send, best_busy = number, tail, send, busy
         if best >= 0:
             if waiting >= 0 and self._delays(kernels[best], waiting_tail, waits_ms, best_tail):
-                return self._fitting(waiting, waits_ms, near, capped)
+                self.delayed = True
+                if options.hold:
+                    return self._fitting(waiting, waits_ms, near, capped)
             if by_tail:
                 self.farthest = max(self.farthest, before[best] - before[self.head])
             return best

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Options:
         depth: gathers of one group that may be in flight or unused when the next one launches.
         max_prefetch: compute nodes that a gather may be ahead of its use.
         deadlines: whether gathers may launch earlier for their stream to end in time.
+        hold: whether a kernel is held back while one with a longer path waits, if the path would be
+            delayed.
         max_run: most compute nodes between two reduce-scatters; None: no bound.
         under: the place of the kernel to launch a gather right before, by the gather's place.
     """
@@ -30,6 +32,7 @@ class Options:
     depth: int = 1
     max_prefetch: int = 100
     deadlines: bool = True
+    hold: bool = True
     max_run: int | None = None
     under: Mapping[int, int] = field(default_factory=dict, hash=False)
 
@@ -40,6 +43,17 @@ class Options:
         They can be compared between the model of planned buckets and that of the merged graph.
         """
         return replace(self, under={})
+
+    def next_to(self, other: Options, windows: Sequence[int]) -> bool:
+        """Return whether one preference differs, a window by one step of ``windows``.
+
+        Orders without a window, those of the graph, are like no others, so they are next to all.
+        """
+        if not self.window:
+            return True
+        differ = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        step = abs(windows.index(self.window) - windows.index(other.window))
+        return len(differ) <= 1 and step <= 1
 
     def tightened(self, *, limit_bytes: int | None = None, max_run: int | None = None) -> Options:
         """Return the options with further bounds. The tighter one of two bounds counts."""

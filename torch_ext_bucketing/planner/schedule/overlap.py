@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -61,15 +62,17 @@ class Overlap(Policy):
             found += [(w, 2 * self.depth, True) for w in windows if self.depth]
             found += [(w, 0, True) for w in windows[:1] if self.depth]
         found += [(w, self.depth, False) for w in windows[:1]]
-        for window, depth, deadlines in found:
+        for (window, depth, deadlines), hold in itertools.product(found, (True, False)):
             yield (
-                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",
+                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}"
+                f"{'' if hold else ', no kernel held back'}",
                 Options(
                     window=window,
                     fill=self.window,
                     depth=depth,
                     max_prefetch=self.max_prefetch,
                     deadlines=deadlines,
+                    hold=hold,
                     under=under,
                 ),
             )

@@ -34,6 +34,7 @@ from ..cost.machine import H100, Machine, check_machine
 from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
+from .plain import plain_schedule
 from .policy import Case, Policy, policies_of
 from .timeline import Timeline
 
@@ -50,6 +51,8 @@ _DEFAULT_RATIO = 1.02
 ``Overlap.depth`` may take more."""
 _GIVEN = "as given"
 """The name of the graph's own order."""
+_PLAIN = "longest path first"
+"""The name of the order that :mod:`.plain` makes."""
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """The number of attempts to tighten an order that misses its bound."""
@@ -115,11 +118,7 @@ def schedule(
             )
             costs = Costs(machine, analysis.hints)
             model = model_of(analysis, costs)
-            report, order, sort = schedule_model(
-                model, policies, reference_bytes, like=like, others=like is None
-            )
-            if like is not None and (report.misses or sort is None):
-                report, order, _ = schedule_model(model, policies, reference_bytes)
+            report, order, _ = schedule_model(model, policies, reference_bytes, like=like)
             price = _rank_order_ms(model, order, costs)
             notes = report.notes
             if price is not None and "all_to_all" in costs.by_torch:
@@ -155,7 +154,7 @@ class Scheduled(NamedTuple):
 
     Args:
         order: the places of its nodes.
-        sort: :attr:`.Options.sort` of its candidate; None: the graph's own order.
+        sort: :attr:`.Options.sort` of the best order of a candidate; None: there is none.
     """
 
     report: ScheduleReport
@@ -181,7 +180,7 @@ def schedule_model(
     at_most_ms: float = math.inf,
     final: bool = True,
     like: Options | None = None,
-    others: bool = True,
+    near: bool = True,
 ) -> Scheduled:
     """Find an order of a model, without any change to a graph.
 
@@ -192,8 +191,9 @@ def schedule_model(
         quick: try few orders.
         at_most_ms: give up orders that take longer, in milliseconds.
         final: prefer the lowest peak of equal steps, and unless ``quick`` compute the bounds' cost.
-        like: try orders of this sort first.
-        others: whether to try others, too.
+        like: try orders of this sort first, then those that differ from the best one so far in one
+            option, and all others if that misses a bound. None: try all.
+        near: whether to try others than ``like``, too.
     """
     policies = policies_of(policy)
     clock = time.perf_counter()
@@ -245,15 +245,31 @@ def schedule_model(
     tries = [judged(_GIVEN, given)]
     # The widest window first: narrower ones that give the same order need no pass.
     sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
-    alike = [c for c in sorts if c[1].sort == like]
-    for name, free in [*alike, *(c for c in sorts if (others or not alike) and c not in alike)]:
-        options = ask(free)
-        if unbounded:
-            options = replace(options, limit_bytes=limit)
-        found = tried(name, options, free)
-        if found is not None:
-            tries.append(found)
+    left = {free.sort: (name, free) for name, free in sorts}
+
+    def make(chosen: Iterable[Options]) -> None:
+        for name, free in [left.pop(sort) for sort in chosen if sort in left]:
+            options = ask(free)
+            if unbounded:
+                options = replace(options, limit_bytes=limit)
+            found = tried(name, options, free)
+            if found is not None:
+                tries.append(found)
+
+    first = like if like in left else None
+    if first is not None:
+        make([first])
+        windows = sorted({sort.window for sort in left} | {first.window})
+        while near and (close := [s for s in left if s.next_to(first, windows)]):
+            make(close)
+            best = min(tries, key=_rank)
+            first = best.free.sort if best.free is not None else first
+    best = min(tries, key=_rank)
+    unchanged = best.free is None and best.timeline.step_ms <= at_most_ms
+    if first is None or (near and (best.misses or unchanged)):
+        make([*left])
     if wanted:
+        tries.append(judged(_PLAIN, Timeline.of(model, plain_schedule(model))))
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=_rank)
         if best.free is not None and not best.misses:  # it may keep the bounds without them, too
@@ -292,21 +308,33 @@ def schedule_model(
         size_hints=model.graph.hints.to_text(),
         seconds=time.perf_counter() - clock,
     )
-    return Scheduled(report, reached.order, best.free and best.free.sort)
+    made = min((t for t in tries if t.free is not None), key=_rank, default=None)
+    sort = None if made is None or made.free is None else made.free.sort
+    return Scheduled(report, reached.order, sort)
 
 
 def _tightened(
     tries: Sequence[_Try], tried: Callable[[str, Options, Options], _Try | None], times: int
 ) -> list[_Try]:
-    """Make the fastest order that misses a bound again, with tighter limits on memory."""
+    """Make the fastest orders that miss a bound again, with tighter limits on memory."""
+    # Holding kernels back matters more under a limit, so the fastest order of either sort may win.
+    kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
+    found = list[_Try]()
+    for hold in (True, False):
+        missing = [t for t in tries if t.misses and t.options and t.options.hold is hold]
+        fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+        if fast is not None and fast.timeline.step_ms < _WORTH * kept:
+            found += _with_less_memory(fast, kept, tried, times)
+    return found
+
+
+def _with_less_memory(
+    fast: _Try, kept: float, tried: Callable[[str, Options, Options], _Try | None], times: int
+) -> list[_Try]:
+    """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""
     # A limit bounds prefetching and overtaking, but later nodes may exceed it. So it is lowered by
     # the peak's excess, by twice as much, and so on, until the bound holds. An attempt without
     # effect doubles the next one once more.
-    kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
-    missing = [t for t in tries if t.misses and t.options is not None]
-    fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
-    if fast is None or fast.timeline.step_ms >= _WORTH * kept:
-        return []
     assert fast.options is not None
     assert fast.free is not None
     bound, found = fast.options.limit_bytes, list[_Try]()

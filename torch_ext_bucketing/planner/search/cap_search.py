@@ -70,7 +70,7 @@ _NEAR_BOUND = 1.02  # no caps between the rungs once step / the plan's own bound
 _WORTH = 0.998  # a step must be shorter than this part of the best step
 _WORTH_MOVES = 0.999  # the same while members are moved, which mostly adds a bucket
 
-_SMALL = 2000  # move members only in graphs of at most this many nodes
+_SMALL = 2000  # nodes; larger graphs move no members, and try one sort for caps between rungs
 _MOVED_NODES = 40_000  # most nodes to schedule for moves, over all plans
 _MIB = 2**20
 
@@ -209,6 +209,7 @@ class _Search:
         self._replaced = {} if options.accumulate is None else analysis.gradient_sums
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._worth = _WORTH
+        self._large = len(analysis.nodes) > _SMALL
         self._models: dict[_Buckets, Model] = {}
         self._known: dict[tuple[_Buckets, Options | None], Scheduled | None] = {}
 
@@ -258,8 +259,7 @@ class _Search:
             self._try(best or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
                 self._try(cap, _SHORT_RUN)
-        small = len(self._analysis.nodes) <= _SMALL
-        if largest and small and not self.chosen.report.misses:
+        if largest and not self._large and not self.chosen.report.misses:
             self._move_members()
         for name, plan in others.items():
             self._try_plan(plan, None, name)
@@ -315,7 +315,9 @@ class _Search:
                     at = rungs.index(caps[key]) + step
                     caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
                 if caps != self._best_caps():
-                    self.attempt(caps)
+                    # The best sort changes between two rungs, but little depends on it there.
+                    known = self._large and not self.chosen.report.misses
+                    self.attempt(caps, self.chosen.sort if known else None)
 
     def _within(self, times: float, bound_ms: float) -> bool:
         """Return whether the best step keeps the bounds and takes at most ``times * bound_ms``."""
@@ -346,12 +348,15 @@ class _Search:
             self._plans[name] = self._planner.plan(caps, max_run)
         return self._plans[name]
 
-    def attempt(self, caps: dict[tuple[str, str], _Cap] | float) -> None:
+    def attempt(
+        self, caps: dict[tuple[str, str], _Cap] | float, like: Options | None = None
+    ) -> None:
         """Try caps with the policies' bound on compute runs, and another one if bounds are missed.
 
-        The other one is none, or a short run if no policy bounds runs.
+        The other one is none, or a short run if no policy bounds runs. See :meth:`_try` for
+        ``like``.
         """
-        self._try(caps, self._max_run)
+        self._try(caps, self._max_run, like)
         if self.chosen.report.misses:
             self._try(caps, None if self._max_run is not None else _SHORT_RUN)
 
@@ -413,7 +418,7 @@ class _Search:
                 at_most_ms=best_ms,
                 final=False,
                 like=like or (self.chosen.sort if self.tried else None),
-                others=like is None,
+                near=like is None,
             )
             if found.report.step_ms[1] <= best_ms:
                 self._known[key] = found
