@@ -299,7 +299,8 @@ def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
     assert min(step) > min(t.step_ms for t in rings.tried)
     passes = teb.BucketAndSchedule(teb.Overlap(), **search, reduce=teb.FixedOrderReduce())
     report = passes(gm)
-    assert report.schedules[0].step_ms[1] == pytest.approx(found.chosen.step_ms, rel=0.02)
+    # The plain list schedule, taken here, breaks ties by place, and the merged graph has others.
+    assert 0.97 < report.schedules[0].step_ms[1] / found.chosen.step_ms < 1.02
     assert len(report.graphs[0].buckets) == len(plan.buckets)
     assert report.schedules[0].rank_order_ms > 0
 
