@@ -224,12 +224,6 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "if ",
         "TestMaxCollectivesBetween",
     ),
-    "merge what the bucket depends on": (
-        BUCKETING,
-        " or reached[node] & cur_bits:",
-        ":",
-        "TestMaxCollectivesBetween",
-    ),
     "forget the members of a bucket": (
         BUCKETING,
         "            bits[cur_bucket[0]] = cur_bits = cur_bits | bits[node]\n",
