@@ -18,9 +18,13 @@ import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.fsdp.chains import parameter_chains
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
 from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.planner.schedule import model as schedule_model
+from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
+from torch_ext_bucketing.planner.schedule.options import Options
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reshard_to import (
     SmallerGroup,
@@ -184,9 +188,11 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
         ((name,), shape) for name, shape in zip(names, [(6, 9), (6, 10), (6,)], strict=True)
     ]
 
-    # The copy comes first: no kernel waits for it, but its source stays alive until then.
-    schedule(forward, [teb.Overlap()])
-    place = {n: i for i, n in enumerate(forward.graph.nodes)}
+    # The list schedule makes the copy first: no kernel waits for it, but its source stays alive
+    # until then.
+    nodes_of = schedule_model.model_of(GraphAnalysis(forward.graph), Costs())
+    order = list_schedule(nodes_of, Options(window=100))
+    place = {nodes_of.dependencies.nodes[i]: at for at, i in enumerate(order)}
     for copy in saved_copies(forward):
         (whole,) = copy.all_input_nodes
         assert place[copy] <= min(place[user] for user in whole.users)
@@ -325,7 +331,7 @@ def _beside_eager(rank, memory):
     teb.data_parallel(model, mesh, param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     reshard = teb.ReshardAfterForward(keep=order.units[-1], to=2)
     if memory is not None:
-        machine = replace(nodes(1), ranks_per_node=2)
+        machine = replace(nodes(0.1), ranks_per_node=2)
         reshard = teb.ReshardAfterForward("auto", memory=memory, machine=machine, to=2)
     passes = [CombineUses(), reshard, teb.BucketByUnit(order)]
     compiler = teb.backend("aot_eager", passes, model)
