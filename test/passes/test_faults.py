@@ -648,13 +648,18 @@ def communicates(counts: Any) -> Any:
 CAP_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketByUnit"}
 
 
+def but_for_order(road: str, gm: fx.GraphModule) -> list[Any]:
+    """Describe each node, by name where the pass may order a graph without buckets, too."""
+    return sorted(described(gm)) if road == "BucketAndSchedule" else described(gm)
+
+
 @pytest.mark.parametrize("road", CAP_ROADS)
 def test_groups_that_a_graph_has_not(road):
     gm = gathers_and_scatters()
-    before = described(gm)
+    before = but_for_order(road, gm)
     for groups in ((), ["7"], list(map(str, range(1, 10**5)))):
         assert CAP_ROADS[road](gm, groups=groups).buckets == ()
-        assert described(gm) == before
+        assert but_for_order(road, gm) == before
 
 
 BAD_CAPS: dict[str, tuple[Any, type[Exception], str]] = {
@@ -699,9 +704,9 @@ def test_eligibility_that_fails(road):
         call = partial(CAP_ROADS[road], eligible=eligible)
         refused(call, RuntimeError, f"eligible {text}", same_nodes=False)
     gm = gathers_and_scatters()
-    before = described(gm)
+    before = but_for_order(road, gm)
     assert CAP_ROADS[road](gm, eligible=lambda n: None).buckets == ()
-    assert described(gm) == before
+    assert but_for_order(road, gm) == before
 
 
 # -- plans ----------------------------------------------------------------------------------------
