@@ -906,7 +906,7 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
         return torch.ops._c10d_functional.wait_tensor(reduced)
 
     gm = make_fx(packed, tracing_mode="fake")(torch.randn(DIM, DIM), torch.randn(DIM, DIM))
-    assert pin_order(gm.graph) == 2
+    assert pin_order(gm.graph) == 1  # the reduction waits for the bucket
     after = {
         str(inner.target): [n.name for n in node.args[0]]
         for node in gm.graph.nodes
@@ -914,8 +914,7 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
         for inner in getattr(gm, node.args[1].target).graph.nodes
         if inner.op == "call_function"
     }
-    assert after["aten.cat.default"] == ["mm_1"]
-    assert after["_c10d_functional.reduce_scatter_tensor.default"] == ["mm_1"]
+    assert after == {"aten.cat.default": ["mm_1"]}
 
 
 @has_simple_overlap

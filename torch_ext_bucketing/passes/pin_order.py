@@ -37,9 +37,11 @@ def pin_order(graph: fx.Graph) -> int:
     pinned: list[fx.Node] = []
     after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
     for node in graph.nodes:
+        # A bucket is packed part by part, so each part counts.
+        last = min if node in packs else max
         # A number, such as a size, needs no kernel of the node that it is read from.
         after[node] = (
-            0 if is_number(node) else max(map(after.__getitem__, node.all_input_nodes), default=0)
+            0 if is_number(node) else last(map(after.__getitem__, node.all_input_nodes), default=0)
         )
         in_order = is_collective(node) or started_by(node) is not None or is_compute(node)
         if (in_order or node in packs) and after[node] < len(pinned):
