@@ -68,9 +68,9 @@ def test_whole_model_fits_one_bucket():
 
 PARITY = """\
 recipe(model, 'parity'):
-  MatchFSDP2(model, manual_plan(['embedding', 'layers.[0-1]', 'head'], model))
+  MatchFSDP2(model, fsdp.manual_plan(['embedding', 'layers.[0-1]', 'head'], model))
   ReshardAfterForward(keep=['head'])
-  BucketByUnit(FSDPParamOrder.from_model(model, units=manual_plan(\
+  BucketByUnit(FSDPParamOrder.from_model(model, units=fsdp.manual_plan(\
 ['embedding', 'layers.[0-1]', 'head'], model)))
   Schedule([Overlap()], machine=Machine("""
 

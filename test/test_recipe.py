@@ -28,7 +28,7 @@ def sharded(mode="fully_shard", model=None):
     )
 
 
-UNITS = "manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], model)"
+UNITS = "fsdp.manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], model)"
 ORDER = f"FSDPParamOrder.from_model(model, units={UNITS})"
 MATCH = f"MatchFSDP2(model, {UNITS})"
 KEEP = "ReshardAfterForward(keep=['norm', 'output'])"
@@ -66,7 +66,8 @@ def test_a_recipe_reads_as_the_code_that_makes_it(fake_world, mode, goal, code):
     assert type(passes) is list
     assert repr(passes) == f"[{code}]"
     again = eval(
-        f"[{code}]", {**{name: getattr(teb, name) for name in teb.__all__}, "model": model}
+        f"[{code}]",
+        {**{name: getattr(teb, name) for name in teb.__all__}, "model": model, "fsdp": teb.fsdp},
     )
     assert [p.uuid() for p in again] == [p.uuid() for p in passes]
 
@@ -117,7 +118,7 @@ def test_the_units_may_be_given(fake_world):
     assert passes[2].units.units[-1] == ("embed.weight", "norm.weight", "output.weight")
     # Not "", which names every parameter of the model.
     assert passes[1].keep == ("blocks.1", *passes[2].units.units[-1])
-    assert "units=manual_plan(['blocks.[0-1]', ''], model)" in repr(passes)
+    assert "units=fsdp.manual_plan(['blocks.[0-1]', ''], model)" in repr(passes)
 
 
 def test_a_reference_gives_units_and_order(fake_world):

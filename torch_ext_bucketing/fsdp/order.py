@@ -174,7 +174,7 @@ class FSDPParamOrder(Units, CustomPassBase):
         held = [names[parameter] for params in payloads for parameter in params]
         short = abbreviated(given)
         plain = short == [unit[0] if len(unit) == 1 else None for unit in given]
-        code = str(short) if plain else f"manual_plan({short}, model)"
+        code = str(short) if plain else f"fsdp.manual_plan({short}, model)"
         return cls(
             units=tuple(fqns),
             aliases=tuple((alias, first) for first, *others in held for alias in others),

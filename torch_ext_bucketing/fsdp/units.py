@@ -111,7 +111,7 @@ class UnitSpec(Units):
         _check_not_empty(self.units)
 
     def __repr__(self) -> str:
-        return f"manual_plan({abbreviated(self.units)}, model)"
+        return f"fsdp.manual_plan({abbreviated(self.units)}, model)"
 
     def uncovered(self, model: nn.Module) -> tuple[str, ...]:
         """List the FQNs of parameters outside all units, in ``named_parameters()`` order.
