@@ -73,7 +73,18 @@ def orders(
         except _Generated as done:
             (code,) = done.args
     names = set(planned)
-    return planned, [n for n in re.findall(r"# node: (\w+)", code) if n in names]
+    return planned, [n for n in re.findall(r"# node: (\w+)", _inlined(code)) if n in names]
+
+
+def _inlined(code: str) -> str:
+    """Put the functions of CUDA graphs' partitions, which come first, where they are called."""
+    functions, calls = code, ""
+    if "\nclass Runner" in code:
+        functions, calls = code.split("\nclass Runner")
+    head, *bodies = re.split(r"\ndef partition_\d+\(", functions)
+    if not bodies:
+        return code
+    return head + re.sub(r"self\.partitions\[(\d+)\]\(", lambda m: bodies[int(m[1])], calls)
 
 
 @contextlib.contextmanager
