@@ -57,7 +57,7 @@ class Trained:
 
 @dataclass(eq=False)
 class Epilogue:
-    """What is appended to the backward graph of a compile.
+    """Nodes that update parameters, appended to the backward graph of a compile.
 
     Args:
         trained: parameters by canonical FQN, in the model's order.

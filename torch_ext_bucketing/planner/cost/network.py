@@ -23,7 +23,7 @@ NCCL's ``treeCorrectionFactor`` falls from 0.9 to 0.4 or 0.5 and comes back, by 
 
 
 class Protocol(NamedTuple):
-    """What one of NCCL's protocols reaches on one level of a network.
+    """Bandwidth and latencies of one of NCCL's protocols on one level of a network.
 
     Args:
         base_ms: milliseconds of a collective without its steps.
