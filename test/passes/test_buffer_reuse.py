@@ -154,5 +154,5 @@ def test_no_memory_of_a_collective_is_reused_before_its_wait(case, mode):
 def test_a_reuse_before_the_wait_is_seen(monkeypatch):
     """A kernel overwrites a collective's input if the wait does not keep it alive."""
     monkeypatch.setattr(ir._WaitKernel, "get_volatile_reads", lambda self: [])
-    watch, _ = watched_step(CASES["units apart"](), "hybrid_shard")
+    watch, _ = watched_step(CASES["unmerged"](), "fully_shard")
     assert "_c10d_functional.reduce_scatter_tensor.default" in watch.changed
