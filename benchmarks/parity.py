@@ -211,6 +211,8 @@ def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
     kind: type[Runs] = Runs
     if row.case:
         from eager_parity.cases import CaseRuns as kind
+    elif row.optimizer and row.client == "torchtitan's model":
+        from benchmarks.parity_titan import TitanStepRuns as kind
     elif row.optimizer:
         from eager_parity.steps import StepRuns as kind
     elif row.client == "torchtitan's model":

@@ -21,6 +21,7 @@ from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from eager_parity.ranks import RowReport, Runs
+from eager_parity.steps import StepRuns
 from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.recipes import recipe
@@ -174,10 +175,16 @@ class TitanRuns(Runs):
         """Return tokens and targets, the same on all tensor-parallel ranks."""
         return text.batch(number, dist.get_rank() // self.dims.tp, size=BATCH, seq=SEQ)
 
-    def loss(self, forward: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
-        tokens, targets = self.batch(number)
-        loss = self.sum_of_losses(forward(tokens), targets)
-        return loss / (dist.get_world_size() // self.dims.tp * targets.numel())
+    def loss_function(self) -> Callable[..., torch.Tensor]:
+        ranks, vocab = dist.get_world_size() // self.dims.tp, self.vocab
+
+        def loss(
+            forward: Callable[..., torch.Tensor], tokens: torch.Tensor, targets: torch.Tensor
+        ) -> torch.Tensor:
+            total = cross_entropy_loss(forward(tokens), targets, global_vocab_size=vocab)
+            return total / (ranks * targets.numel())
+
+        return loss
 
     def sum_of_losses(self, pred: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum this rank's losses; each tensor-parallel rank has a part of the vocabulary."""
@@ -186,6 +193,19 @@ class TitanRuns(Runs):
     def train(self, *args: Any, **options: Any) -> Trained:
         with self.context():
             return super().train(*args, **options)
+
+
+class TitanStepRuns(TitanRuns, StepRuns):
+    """The same with an optimizer."""
+
+    def clip(self, eager: nn.Module) -> torch.Tensor:
+        parameters, ep = list(eager.parameters()), self.dims.ep_enabled
+        return utils.clip_grad_norm_(parameters, self.row.max_norm, foreach=True, ep_enabled=ep)
+
+    def run(self, *args: Any, **options: Any) -> Trained:
+        torch._dynamo.config.capture_scalar_outputs = True  # tokens per expert
+        with self.context():
+            return super().run(*args, **options)
 
 
 @contextlib.contextmanager

@@ -5,15 +5,16 @@ each mesh dimension that shards them (``_NormPartial`` in torch's ``_math_ops.py
 
     [n] local norms -> ** p -> all_reduce(sum) -> ** (1 / p) -> norm of the n norms
 
-Norms of infinity and zero need no powers, and the largest, least or sum of the ranks' norms.
+Norms of infinity and zero need no powers, and the largest, least or sum of the ranks' norms. The
+norms of several meshes, such as that of experts, are added at last.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import getitem, itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from .._torch.process_groups import as_argument, mesh_group
-from .._torch.sharded import sharded_dims
+from .._torch.sharded import mesh_of, sharded_dims
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -37,11 +38,19 @@ def _operator(schema: str, run: Callable[..., Any]) -> Any:
     return getattr(torch.ops.torch_ext_bucketing, name).default
 
 
+def _stack(norms: list[Tensor], shares: list[float]) -> Tensor:
+    # Not a division of the stack: eager's, by a number, may round otherwise.
+    return torch.stack([n if s == 1.0 else n / s for n, s in zip(norms, shares, strict=True)])
+
+
 def _total_norm(vectors: list[Tensor], norm_type: float) -> Tensor:
     totals = [torch.linalg.vector_norm(v, norm_type) for v in vectors]
     if len(totals) == 1:
         return totals[0]
-    return torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    if norm_type in _WITHOUT_POWERS:
+        return torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    # Eager adds no norms of several meshes. torchtitan's _clip_grad_norm_with_ep does, like this.
+    return sum(t**norm_type for t in totals) ** (1.0 / norm_type)  # type: ignore[return-value]
 
 
 def _coefficient(total: Tensor, max_norm: float) -> Tensor:
@@ -54,7 +63,7 @@ def _not_finite(total: Tensor) -> Tensor:
 
 _library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
 NORMS = _operator("norms(Tensor[] grads, float norm_type) -> Tensor[]", torch._foreach_norm)
-_STACK = _operator("stack(Tensor[] norms) -> Tensor", torch.stack)
+_STACK = _operator("stack(Tensor[] norms, float[] shares) -> Tensor", _stack)
 _TOTAL = _operator("total_norm(Tensor[] vectors, float norm_type) -> Tensor", _total_norm)
 _COEFFICIENT = _operator("coefficient(Tensor total, float max_norm) -> Tensor", _coefficient)
 NOT_FINITE = _operator("not_finite(Tensor total) -> Tensor", _not_finite)
@@ -63,6 +72,23 @@ NOT_FINITE = _operator("not_finite(Tensor total) -> Tensor", _not_finite)
 _WITHOUT_POWERS = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
 
 Call = Callable[..., fx.Node]
+
+
+def by_mesh(
+    parameters: Sequence[torch.Tensor],
+) -> list[tuple[tuple[tuple[Any, int], ...], list[int]]]:
+    """Group parameters whose norms are stacked, those of one mesh.
+
+    Returns:
+        For each mesh the dimensions that shard any of its parameters, and the parameters' places.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        groups.setdefault(mesh_of(parameter), []).append(i)
+    return [
+        (tuple(sorted({d for i in of for d in sharded_dims(parameters[i])}, key=itemgetter(1))), of)
+        for of in groups.values()
+    ]
 
 
 @dataclass(frozen=True)
@@ -82,15 +108,16 @@ class Norm:
         self, call: Call, gradients: Sequence[fx.Node], parameters: Sequence[torch.Tensor]
     ) -> fx.Node:
         """Append the total norm of ``gradients``, in the order given; return its node."""
-        by_mesh: dict[Any, list[fx.Node]] = {}
-        for gradient, parameter in zip(gradients, parameters, strict=True):
-            norms = call(NORMS, [gradient], self.norm_type)
-            local = call(operator.getitem, norms, 0)
-            by_mesh.setdefault(sharded_dims(parameter), []).append(local)
         vectors = []
         reduce = _WITHOUT_POWERS.get(self.norm_type)
-        for dims, norms in by_mesh.items():
-            vector = call(_STACK, norms)
+        for dims, places in by_mesh(parameters):
+            norms, shares = [], []
+            for i in places:
+                found = call(NORMS, [gradients[i]], self.norm_type)
+                norms.append(call(getitem, found, 0))
+                copies = [m.size(d) for m, d in dims if (m, d) not in sharded_dims(parameters[i])]
+                shares.append(self._share(math.prod(copies)))
+            vector = call(_STACK, norms, shares)
             for mesh, dim in dims:
                 group = as_argument(mesh_group(mesh, dim))
                 if reduce is None:
@@ -101,6 +128,12 @@ class Norm:
                     vector = call(_aten.pow.Tensor_Scalar, vector, 1.0 / self.norm_type)
             vectors.append(vector)
         return call(_TOTAL, vectors, self.norm_type)
+
+    def _share(self, ranks: int) -> float:
+        """Return what a norm that several ranks have is divided by, so that theirs add up to it."""
+        if self.norm_type in _WITHOUT_POWERS:
+            return float(ranks) if self.norm_type == 0.0 else 1.0
+        return math.pow(ranks, 1.0 / self.norm_type)
 
     def coefficient(self, call: Call, total: fx.Node) -> fx.Node:
         """Append what gradients are multiplied with."""

@@ -28,12 +28,12 @@ import torch.nn as nn
 
 from .._torch.aot import mark_backward, stage_of
 from .._torch.descriptors import as_buffer, as_parameter
-from .._torch.sharded import shard_of, sharded_dims
+from .._torch.sharded import shard_of
 from ..fsdp.tag_graph import gradients_of, named_inputs
 from ..graph.collectives import is_wait
 from ..graph.tags import buffer_bytes, set_updates, updates_of
 from ..reports.step import StepReport
-from .norm import NORMS, NOT_FINITE, Norm
+from .norm import NORMS, NOT_FINITE, Norm, by_mesh
 from .rules import BY_NAME, UPDATE, Rule, rule_of, state_of
 
 _aten = torch.ops.aten
@@ -108,7 +108,8 @@ class Epilogue:
         updates = [n for n in graph.nodes if n.target is UPDATE]
         reductions = None
         if self.norm is not None:
-            reductions = sum(map(len, {sharded_dims(p.parameter) for p in self.gradients}))
+            parameters = [p.parameter for p in self.gradients]
+            reductions = sum(len(dims) for dims, _ in by_mesh(parameters))
         return StepReport(
             gradients=len(self.gradients),
             updates=tuple(map(updates_of, updates)),

@@ -437,7 +437,12 @@ class Runs:
 
     def loss(self, forward: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
         """Return the loss of a step's batch."""
-        return forward(*self.batch(number)) * self.scale
+        return self.loss_function()(forward, *self.batch(number))
+
+    def loss_function(self) -> Callable[..., torch.Tensor]:
+        """Return what computes the loss from the model, or what is called in its place, and a batch."""
+        scale = self.scale
+        return lambda forward, *batch: forward(*batch) * scale
 
     def train(
         self, model: nn.Module, step: Step, stop_unlike: Sequence[str] | None = None

@@ -222,13 +222,17 @@ def _steps() -> Iterator[Row]:
     yield Row("step/clip/fsdp+tp", "llama", mesh=(2, 2), tensor="cut", **clipped)
     for model in ("moe", "uneven", "frozen", "unused"):
         yield Row(f"step/clip/{model}", model, layout=model != "unused", **clipped)
-    yield Row("step/clip/inductor", "llama", backend="inductor", **clipped)
+    for model in ("llama", "moe"):
+        yield Row(f"step/clip/inductor/{model}", model, backend="inductor", **clipped)
     yield Row("step/clip/fp32", "llama", dtype="fp32", **clipped)
     yield Row("step/clip/accumulate", "llama", microbatches=3, **clipped)
-    yield Row("step/clip/hf_qwen3", "hf_qwen3", layers=1, **clipped)
+    for model in ("hf_llama", "hf_qwen3"):
+        yield Row(f"step/clip/{model}", model, layers=1, **clipped)
     # Norms are parameters of the whole mesh only with sequence parallelism.
     tensor = {**_TENSOR, **clipped, "mesh": (2, 2)}
     yield Row("step/clip/fsdp2_tp2_sp", tensor="module+sequence", **tensor)
+    # Eager torch has no norm over two meshes. torchtitan's clipping adds those of each.
+    yield Row("step/clip/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL, **clipped)
 
 
 _OPTIMIZERS = ("adamw", "adamw_fused", "adamw_single", "adam", "sgd")

@@ -66,17 +66,21 @@ class StepRuns(Runs):
                 loss.backward()
             norm = None
             if self.row.max_norm:
-                norm = torch.nn.utils.clip_grad_norm_(eager.parameters(), self.row.max_norm)
+                norm = self.clip(eager)
             optimizer.step()
             optimizer.zero_grad()
             return loss, norm
 
         with count_collectives() as counts:
-            first = self._run(eager, optimizer, step, 1)
+            first = self.run(eager, optimizer, step, 1)
             report.eager_collectives = dict(counts)
-        rest = self._run(eager, optimizer, step, self.steps, first)
+        rest = self.run(eager, optimizer, step, self.steps, first)
         report.ran("eager", rest)
         return eager
+
+    def clip(self, eager: nn.Module) -> torch.Tensor:
+        """Clip as a training loop does; return the norm."""
+        return torch.nn.utils.clip_grad_norm_(eager.parameters(), self.row.max_norm)
 
     def run_compiled(
         self, name: str, eager: nn.Module, payloads: Sequence[Payload] | None, report: RowReport
@@ -89,11 +93,11 @@ class StepRuns(Runs):
         inner: Any = "inductor"
         if self.row.backend == "aot_eager":
             inner, passes = tally.compile, [tally, *passes]
-        optimizer, scale = make_optimizer(self.row.optimizer, model), self.scale
+        optimizer = make_optimizer(self.row.optimizer, model)
         planned = teb.train_step(
             model,
             optimizer,
-            lambda model, *batch: model(*batch) * scale,
+            self.loss_function(),
             max_norm=self.row.max_norm or None,
             passes=passes,
             compiler=inner,
@@ -109,13 +113,13 @@ class StepRuns(Runs):
             return loss, planned.total_norm
 
         unlike = report.digests["eager"] if payloads is None else None
-        report.ran(name, self._run(model, optimizer, step, self.steps, unlike=unlike))
+        report.ran(name, self.run(model, optimizer, step, self.steps, unlike=unlike))
         if payloads is not None:
             report.look(planned.backend.reports, self.row.graphs)
             if self.row.layout:
                 report.layout_differences += compare_layout(planned.backend, payloads)
 
-    def _run(
+    def run(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
