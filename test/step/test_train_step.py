@@ -237,7 +237,7 @@ def test_one_update_per_bucket_follows_its_reduction(model):
     output = nodes[-1]
     assert all(n.op == "placeholder" for n in output.all_input_nodes)
     state = sum(
-        t.to_local().nbytes for s in step.optimizer.state.values() for t in list(s.values())[1:]
+        t.to_local().nbytes for s in step.optimizers[0].state.values() for t in list(s.values())[1:]
     )
     assert 0 <= report.state_bytes - state <= 8 * report.gradients  # and the counters of steps
     assert "6 calls" in report.to_text()
@@ -282,6 +282,10 @@ def test_bad_input_is_refused_before_anything_is_compiled(model):
         teb.train_step(model, adam, loss_of, skip_nonfinite=True)
     with pytest.raises(ValueError, match="evaluates the model by a closure"):
         teb.train_step(model, torch.optim.LBFGS(model.parameters()), loss_of)
+    with pytest.raises(ValueError, match=r"of SGD belong to an earlier optimizer, too: param_g"):
+        teb.train_step(model, [adam, sgd(model)], loss_of)
+    with pytest.raises(TypeError, match="or a list of them"):
+        teb.train_step(model, [adam, None], loss_of)
     foreign = torch.optim.AdamW(small_transformer().parameters())
     with pytest.raises(ValueError, match=r"are not in .*param_groups\[0\]"):
         teb.train_step(model, foreign, loss_of)

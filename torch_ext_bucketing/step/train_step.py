@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,8 +18,8 @@ from ..passes.base import GraphPass
 from ..passes.compilation import Extension
 from ..recipes import recipe
 from .norm import Norm
-from .rules import BY_NAME, rule_of
-from .update import Epilogue, Trained
+from .rules import RULES, rule_of
+from .update import Epilogue, Group, Trained
 
 Loss = Callable[..., torch.Tensor]
 
@@ -50,25 +50,27 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         loss: Loss,
         norm: Norm | None,
         make_backend: Callable[[Callable[[], Epilogue] | None], _StepBackend],
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizers = model, tuple(optimizers)
         self.total_norm: torch.Tensor | None = None
         self._loss, self._norm, self._make_backend = loss, norm, make_backend
         self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
         self._accumulating: Loss | None = None
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
-        if rule_of(optimizer) is None:
-            warnings.warn(
-                f"{type(optimizer).__name__} has no rule for updates in a graph (its class is not "
-                f"one of Adam, AdamW and SGD, or it has hooks, or is differentiable): its step() "
-                "runs after the planned part, with all gradients in memory",
-                EagerOptimizerWarning,
-                stacklevel=3,
-            )
+        for optimizer in optimizers:
+            if rule_of(optimizer) is None:
+                warnings.warn(
+                    f"{type(optimizer).__name__} has no rule for updates in a graph (its class is "
+                    f"not one of {', '.join(cls.__name__ for cls in RULES)}, or it has hooks, or "
+                    "is differentiable): its step() runs after the planned part, with all its "
+                    "gradients in memory",
+                    EagerOptimizerWarning,
+                    stacklevel=3,
+                )
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a step.
@@ -99,12 +101,13 @@ class TrainStep:
             elif gradient is not None and fqn not in ran.accumulated:
                 p.grad = gradient if p.grad is None else p.grad + gradient
         planned = {p.parameter for p in ran.updated}
-        mine = [p for g in self.optimizer.param_groups for p in g["params"] if p not in planned]
-        if any(p.grad is not None for p in mine):
-            self.optimizer.step()
-            for p in mine:
-                p.grad = None
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler
+        for optimizer in self.optimizers:
+            mine = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
+            if any(p.grad is not None for p in mine):
+                optimizer.step()
+                for p in mine:
+                    p.grad = None
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler
         return loss.detach()
 
     def accumulate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -121,30 +124,38 @@ class TrainStep:
         return loss.detach()
 
     def _compiled(self) -> tuple[_StepBackend, Loss]:
-        """Return what runs a step with the optimizer's present options."""
-        name, groups = rule_of(self.optimizer), self.optimizer.param_groups
+        """Return what runs a step with the optimizers' present options."""
         accumulated = frozenset(fqn for fqn, p in self._parameters if p.grad is not None)
-        options = [(BY_NAME[name].key(g), len(g["params"])) for g in groups] if name else []
-        key = (name, accumulated, *options)
+        groups = self._groups()
+        options = [(g.rule_name, g.rule.key(g.given), len(g.given["params"])) for g in groups]
+        key = (accumulated, *options)
         if key not in self._made:
             backend = self._make_backend(lambda: self._epilogue(accumulated))
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]
 
+    def _groups(self) -> list[Group]:
+        """List the groups that graphs update."""
+        return [
+            Group(optimizer, number, name)
+            for optimizer in self.optimizers
+            if (name := rule_of(optimizer)) is not None
+            for number in range(len(optimizer.param_groups))
+        ]
+
     def _epilogue(self, accumulated: frozenset[str]) -> Epilogue:
-        groups = self.optimizer.param_groups if rule_of(self.optimizer) else []
-        group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        group_of = {p: group for group in self._groups() for p in group.given["params"]}
         trained = {
-            fqn: Trained(fqn, p, place, group_of.get(p, -1))
+            fqn: Trained(fqn, p, place, group_of.get(p))
             for place, (fqn, p) in enumerate(self._parameters)
         }
-        return Epilogue(trained, self.optimizer, self._norm, accumulated)
+        return Epilogue(trained, self._norm, accumulated)
 
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loss: Loss,
     *,
     max_norm: float | None = None,
@@ -176,7 +187,8 @@ def train_step(
 
     Args:
         model: sharded or replicated, as for :func:`.recipe`.
-        optimizer: of parameters of ``model``; others keep their gradients.
+        optimizer: of parameters of ``model``, or several, each with parameters of its own; others
+            keep their gradients.
         loss: ``loss(model, *args)`` computes a scalar tensor. It is compiled without graph breaks.
         max_norm: clip the norm of all gradients to this; so is ``norm_type``. None: no clipping.
         skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN.
@@ -186,12 +198,17 @@ def train_step(
 
     Raises:
         TypeError: ``model``, ``optimizer`` or ``loss`` is something else.
-        ValueError: the optimizer has parameters that are not the model's, or needs a closure;
+        ValueError: an optimizer has parameters that are not the model's or another one's, or needs
+            a closure;
             ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given without.
     """
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+    one = isinstance(optimizer, torch.optim.Optimizer)
+    optimizers = [optimizer] if one else list(optimizer) if isinstance(optimizer, Sequence) else []
+    known = [isinstance(each, torch.optim.Optimizer) for each in optimizers]
+    if not isinstance(model, nn.Module) or not known or not all(known):
         raise TypeError(
-            f"give a torch.nn.Module and a torch.optim.Optimizer, got {model!r} and {optimizer!r}"
+            "give a torch.nn.Module and a torch.optim.Optimizer or a list of them, got "
+            f"{model!r} and {optimizer!r}"
         )
     if not callable(loss):
         raise TypeError(f"loss must be a function loss(model, *args), got {loss!r}")
@@ -199,31 +216,45 @@ def train_step(
         raise ValueError(f"max_norm must be positive, got {max_norm!r}")
     if max_norm is None and (skip_nonfinite or norm_type != 2.0):
         raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
-    if _needs_closure(optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__}.step() evaluates the model by a closure, which can't be "
-            "planned: take its steps eagerly"
-        )
-    known = set(model.parameters())
-    foreign = [
-        f"param_groups[{i}]['params'][{j}]"
-        for i, group in enumerate(optimizer.param_groups)
-        for j, p in enumerate(group["params"])
-        if p not in known
-    ]
-    if foreign:
-        raise ValueError(
-            f"{len(foreign)} parameter(s) of the optimizer are not in {type(model).__name__}: "
-            f"{format_names(foreign)}. Make the optimizer after sharding the model, and give a "
-            "module that has all of them"
-        )
+    taken: set[torch.Tensor] = set()
+    for each in optimizers:
+        _check(each, model, taken)
     chosen = tuple(recipe(model) if passes is None else passes)
     norm = None if max_norm is None else Norm(float(max_norm), float(norm_type), skip_nonfinite)
 
     def make_backend(epilogue: Callable[[], Epilogue] | None) -> _StepBackend:
         return _StepBackend(compiler, chosen, model, epilogue=epilogue, **options)
 
-    return TrainStep(model, optimizer, loss, norm, make_backend)
+    return TrainStep(model, optimizers, loss, norm, make_backend)
+
+
+def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.Tensor]) -> None:
+    """Check one optimizer, and add its parameters to those that are ``taken``."""
+    if _needs_closure(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() evaluates the model by a closure, which can't be "
+            "planned: take its steps eagerly"
+        )
+    known = set(model.parameters())
+    mine = {
+        f"param_groups[{i}]['params'][{j}]": p
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    }
+    foreign = [name for name, p in mine.items() if p not in known]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} parameter(s) of the optimizer are not in {type(model).__name__}: "
+            f"{format_names(foreign)}. Make the optimizer after sharding the model, and give a "
+            "module that has all of them"
+        )
+    twice = [name for name, p in mine.items() if p in taken]
+    if twice:
+        raise ValueError(
+            f"{len(twice)} parameter(s) of {type(optimizer).__name__} belong to an earlier "
+            f"optimizer, too: {format_names(twice)}. Give each to one"
+        )
+    taken.update(mine.values())
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

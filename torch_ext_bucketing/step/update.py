@@ -34,10 +34,39 @@ from ..graph.collectives import is_wait
 from ..graph.tags import buffer_bytes, set_updates, updates_of
 from ..reports.step import StepReport
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
-from .rules import BY_NAME, UPDATE, Rule, rule_of, state_of
+from .rules import BY_NAME, UPDATE, Rule, state_of
 
 _aten = torch.ops.aten
 _LISTS = (UPDATE, NORMS, _aten._foreach_mul_.Tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A group of parameters of an optimizer, by its number: checkpoints replace the group."""
+
+    optimizer: torch.optim.Optimizer
+    number: int
+    rule_name: str
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The group itself."""
+        return self.optimizer.param_groups[self.number]
+
+    @property
+    def rule(self) -> Rule:
+        """How the optimizer updates."""
+        return BY_NAME[self.rule_name]
+
+    @property
+    def copies_at_first(self) -> bool:
+        """Whether the first step copies gradients to the state, and differs so from others."""
+        return self.rule_name == "sgd"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors of a parameter's state."""
+        return self.rule.state(self.given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +75,13 @@ class Trained:
 
     Args:
         place: its place among all trained parameters of the model, in their order.
-        group: the number of its group in the optimizer; -1: its gradient stays an output.
+        group: its group in an optimizer; None: its gradient stays an output.
     """
 
     fqn: str
     parameter: nn.Parameter
     place: int
-    group: int = -1
+    group: Group | None = None
 
 
 @dataclass(eq=False)
@@ -60,14 +89,12 @@ class Epilogue:
     """Nodes that update parameters, appended to the backward graph of a compile.
 
     Args:
-        trained: parameters by canonical FQN, in the model's order.
-        optimizer: it updates those that have a group.
+        trained: parameters by canonical FQN, in the model's order; those with a group are updated.
         norm: how gradients are clipped; None: not at all.
         accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
     """
 
     trained: dict[str, Trained]
-    optimizer: torch.optim.Optimizer
     norm: Norm | None = None
     accumulated: frozenset[str] = frozenset()
     total_norm: torch.Tensor | None = None
@@ -75,16 +102,12 @@ class Epilogue:
     gradients: list[Trained] = field(default_factory=list)
     ran: bool = False
     _reported: bool = False
-    rule_name: str = field(init=False)
     _shards: dict[str, fx.Node] = field(default_factory=dict)
     _seen: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _inputs: list[Callable[[], torch.Tensor]] = field(default_factory=list)
     _new: set[str] = field(default_factory=set)
     _fresh: torch.Tensor = field(default_factory=lambda: torch.tensor([]))
     _states: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rule_name = rule_of(self.optimizer) or ""
 
     def append(self, graph: fx.Graph, fqn_of: Any) -> list[fx.Node]:
         """Append the nodes to a backward graph, in place; return its new inputs."""
@@ -142,7 +165,8 @@ class Epilogue:
         assert self.total_norm is not None
         if not self.total_norm.isfinite():
             for p in made:
-                del self.optimizer.state[p.parameter], self._seen[p.fqn]
+                assert p.group is not None
+                del p.group.optimizer.state[p.parameter], self._seen[p.fqn]
 
     def state(self, fqn: str, k: int) -> torch.Tensor:
         """Return one of the tensors of a parameter's state, as :meth:`read_state` found it."""
@@ -150,15 +174,15 @@ class Epilogue:
 
     def read_state(self) -> None:
         """Look up the state of all parameters, which a checkpoint may have replaced."""
-        state = self.optimizer.state
         for p in self.updated:
+            assert p.group is not None
+            state = p.group.optimizer.state
             found = list(state[p.parameter].values())
             seen = self._seen.get(p.fqn)
             if seen is not None and len(seen) == len(found) and all(map(is_, seen, found)):
                 continue
-            group = self.optimizer.param_groups[p.group]
-            names = self.rule.state(group)
-            tensors, new = state_of(self.optimizer, group, p.parameter, names)
+            names = p.group.names
+            tensors, new = state_of(p.group.optimizer, p.group.given, p.parameter, names)
             self._check(p, names, tensors)
             self._states[p.fqn] = [shard_of(t) for t in tensors]
             self._seen[p.fqn] = list(state[p.parameter].values())
@@ -173,11 +197,6 @@ class Epilogue:
                     "a checkpoint or other code has replaced the optimizer's state. Cast it, or "
                     "make a new train_step()"
                 )
-
-    @property
-    def rule(self) -> Rule:
-        """How the optimizer updates."""
-        return BY_NAME[self.rule_name]
 
 
 def _gradient_of(p: Trained) -> torch.Tensor:
@@ -203,7 +222,7 @@ class _Appending:
         with self.graph.inserting_before(self.output):
             gradients = self._gradients()
             epilogue.gradients = list(gradients)
-            epilogue.updated = [p for p in gradients if p.group >= 0]
+            epilogue.updated = [p for p in gradients if p.group is not None]
             epilogue.read_state()
             coefficient, skip = self._clip(gradients)
             for gradient in gradients.values() if coefficient is not None else ():
@@ -244,36 +263,41 @@ class _Appending:
         self, gradients: dict[Trained, fx.Node], skip: fx.Node | None
     ) -> dict[Trained, fx.Node]:
         """Append an update per parameter; return the inputs with their shards."""
-        epilogue, rule = self.epilogue, self.epilogue.rule
-        groups = dict.fromkeys(p.group for p in epilogue.updated)
-        numbers = {group: self._numbers(group) for group in groups}
+        epilogue = self.epilogue
+        numbers = {group: self._numbers(group, i) for group, i in self._groups().items()}
         fresh = None
-        if any(epilogue._states.values()) and epilogue.rule_name == "sgd":
+        if any(p.group and p.group.copies_at_first and p.group.names for p in epilogue.updated):
             fresh = self._input("fresh", lambda: epilogue._fresh)
         shards = {}
         for p in epilogue.updated:
-            group = epilogue.optimizer.param_groups[p.group]
+            group = p.group
+            assert group is not None
             shards[p] = shard = self._shard(p)
             state = [
                 self._input(f"{p.fqn}.{name}", functools.partial(epilogue.state, p.fqn, k))
-                for k, name in enumerate(rule.state(group))
+                for k, name in enumerate(group.names)
             ]
-            given = (*numbers[p.group], skip, fresh, [p.place], epilogue.rule_name)
-            node = self.call(UPDATE, [shard], [gradients[p]], state, *given, rule.options_of(group))
-            nbytes = rule.copies(group) * shard_of(p.parameter).nbytes
+            first = fresh if group.copies_at_first else None
+            given = (*numbers[group], skip, first, [p.place], group.rule_name)
+            options = group.rule.options_of(group.given)
+            node = self.call(UPDATE, [shard], [gradients[p]], state, *given, options)
+            nbytes = group.rule.copies(group.given) * shard_of(p.parameter).nbytes
             set_updates(node, (p.fqn,), nbytes)
         return shards
 
-    def _numbers(self, group: int) -> tuple[fx.Node, fx.Node | None]:
-        groups, rule = self.epilogue.optimizer.param_groups, self.epilogue.rule
+    def _groups(self) -> dict[Group, int]:
+        """Give each group of updated parameters a number."""
+        found = dict.fromkeys(p.group for p in self.epilogue.updated if p.group is not None)
+        return {group: i for i, group in enumerate(found)}
 
+    def _numbers(self, group: Group, i: int) -> tuple[fx.Node, fx.Node | None]:
         def read() -> torch.Tensor:
-            return torch.tensor(rule.numbers_of(groups[group]), dtype=torch.float64)
+            return torch.tensor(group.rule.numbers_of(group.given), dtype=torch.float64)
 
-        node = self._input(f"numbers_{group}", read)
-        if not isinstance(groups[group]["lr"], torch.Tensor):
+        node = self._input(f"numbers_{i}", read)
+        if not isinstance(group.given["lr"], torch.Tensor):
             return node, None
-        return node, self._input(f"lr_{group}", lambda: groups[group]["lr"])
+        return node, self._input(f"lr_{i}", lambda: group.given["lr"])
 
     def _shard(self, p: Trained) -> fx.Node:
         """Return the input with a parameter's shard, a new one if the graph does not read it."""
