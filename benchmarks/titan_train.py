@@ -10,6 +10,7 @@ for 10 steps by
 - ``eager``: its trainer, FSDP2, on its default backend;
 - ``theirs``: its graph trainer with its own pass pipeline;
 - ``ours``: the same with ours;
+- ``step``: the same, which clips and updates in the graph;
 - ``killed``: the same, all ranks killed (SIGKILL) after step 5, and started again, from the
   last whole checkpoint.
 
@@ -50,7 +51,7 @@ from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, document_of, parser_of, title, write_results
 
-WAYS = ("eager", "theirs", "ours", "killed")
+WAYS = ("eager", "theirs", "ours", "step", "killed")
 GATHERED = ("float32", "bfloat16")
 RANKS, STEPS, KILLED = 4, 10, 5
 LIMIT_S = 600
@@ -222,14 +223,19 @@ def theirs() -> Any:
     return config
 
 
-def ours() -> Any:
+def ours(optimizer: bool = False) -> Any:
     """Return the config of the same with our pass pipeline."""
     titan = importlib.import_module("torch_ext_bucketing.trainers.torchtitan")
     memory = importlib.import_module("torch_ext_bucketing.planner.schedule.memory").PeakMemory
     bound = memory(gib=float(os.environ[MIB]) / 1024) if MIB in os.environ else None
     config = theirs()
-    config.compile.pass_pipeline = titan.pass_pipeline(bound)
+    config.compile.pass_pipeline = titan.pass_pipeline(bound, optimizer=optimizer)
     return config
+
+
+def step() -> Any:
+    """Return the config of the same with clipping and the optimizer in the graph."""
+    return ours(optimizer=True)
 
 
 def _small(config: Any) -> Any:

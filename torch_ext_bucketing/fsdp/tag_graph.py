@@ -98,12 +98,14 @@ def named_inputs(graph: fx.Graph, fqn_of: FqnOf | None) -> dict[str, fx.Node]:
     return found
 
 
-def gradients_of(graph: fx.Graph, fqn_of: FqnOf | None) -> list[tuple[fx.Node, str]]:
-    """List the outputs of a graph with descriptors that are gradients of named parameters.
+def gradients_of(
+    graph: fx.Graph, fqn_of: FqnOf | None, grad_fqns: Sequence[str | None] | None = None
+) -> list[tuple[fx.Node, str]]:
+    """List the outputs that are gradients of named parameters; see :func:`tag_joint_graph`.
 
     Of a gradient that is several values, such as a shard and its mesh, these are the tensors.
     """
-    found = _gradient_outputs(list(graph.nodes), fqn_of, None)
+    found = _gradient_outputs(list(graph.nodes), fqn_of, grad_fqns)
     return [(n, fqn) for n, fqn in found if isinstance(n.meta.get("val"), torch.Tensor)]
 
 

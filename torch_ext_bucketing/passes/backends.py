@@ -30,6 +30,7 @@ from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
 from ..errors import NoUuidError
 from ..fsdp.simple_fsdp import attach
+from ..fsdp.tag_graph import gradients_of, named_inputs
 from ..graph.size_hints import GivenHints, check_size_hints
 from ..graph.unwrap import GraphLike, graph_of
 from ..reports.compile import CompileReport
@@ -288,8 +289,12 @@ def _run_each(
 def _extended(graph: fx.GraphModule, compilation: Compilation) -> tuple[list[Any], _aot.Wrap]:
     """Extend a graph; return fake tensors for its new inputs, and what gives it their values."""
     extension = compilation.extension
-    inputs = extension.append(graph.graph, compilation.input_fqns) if extension else []
-    if extension is None or not inputs:
+    if extension is None:
+        return [], lambda compiled: compiled
+    fqns, g = compilation.input_fqns, graph.graph
+    gradients = gradients_of(g, fqns) if _aot.stage_of(g) == "backward" else []
+    inputs = extension.append(g, named_inputs(g, fqns), gradients)
+    if not inputs:
         return [], lambda compiled: compiled
 
     def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:

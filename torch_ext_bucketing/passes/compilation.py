@@ -41,10 +41,20 @@ class Choice:
 
 
 class Extension(Protocol):
-    """Adds nodes to the graphs after the partitioner."""
+    """Adds nodes to the graphs after the partitioner, or to the graph of a whole step."""
 
-    def append(self, graph: fx.Graph, fqn_of: FqnOf | None) -> list[fx.Node]:
-        """Add nodes before the passes run; return new inputs, which stand after the others."""
+    def append(
+        self,
+        graph: fx.Graph,
+        inputs: Mapping[str, fx.Node],
+        gradients: Sequence[tuple[fx.Node, str]],
+    ) -> list[fx.Node]:
+        """Add nodes before the passes run; return new inputs, which stand after the others.
+
+        Args:
+            inputs: by FQN, parameters' shards among the graph's inputs.
+            gradients: outputs that are gradients of parameters, with the FQNs.
+        """
 
     def merged(self, graph: fx.Graph) -> RewriteReport | None:
         """Change added nodes once collectives are merged, before nodes are ordered.

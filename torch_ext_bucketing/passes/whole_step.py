@@ -11,15 +11,19 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 from .._torch.sharded import name_per_tensor
-from ..fsdp.tag_graph import tag_joint_graph
+from ..fqns import canonical_fqn
+from ..fsdp.tag_graph import gradients_of, tag_joint_graph
 from .base import GraphPass
-from .compilation import Compilation
+from .compilation import Compilation, Extension
 from .facts import Regathers, last_fact
 from .pipeline import Pipeline
 
 
 def whole_step_pass(
-    model: nn.Module, passes: Iterable[GraphPass], compilation: Compilation | None = None
+    model: nn.Module,
+    passes: Iterable[GraphPass],
+    compilation: Compilation | None = None,
+    extension: Extension | None = None,
 ) -> Callable[..., fx.GraphModule]:
     """Combine ``passes`` into one, ``(graph_module, example_inputs) -> graph_module``.
 
@@ -34,13 +38,15 @@ def whole_step_pass(
     Args:
         model: the module that was traced.
         compilation: gets the report.
+        extension: adds nodes to the graph, without ``compilation``. The pass adds values of new
+            inputs to ``example_inputs``.
 
     Raises:
         ValueError: from the pass, which leaves the graph unchanged: the graph has fewer inputs than
             ``model`` has parameters, or fewer outputs than trained parameters.
     """
     pipeline = Pipeline((p for p in passes if last_fact(p.provides, Regathers) is None), model)
-    shared = compilation or pipeline.compilation()
+    shared = compilation or pipeline.compilation(extension=extension)
 
     def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
         names, trained = names_per_tensor(model)
@@ -54,7 +60,9 @@ def whole_step_pass(
                 f"and {others + len(trained)} outputs. Give the model that was traced"
             )
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
-        run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
+        added = run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
+        if added:
+            example_inputs.extend(node.meta["val"] for node in added)
         return gm
 
     return torch_ext_bucketing_pass
@@ -74,15 +82,21 @@ def run_passes(
     compilation: Compilation,
     fqns: dict[fx.Node, str],
     grad_fqns: Sequence[str | None],
-) -> None:
-    """Run all passes on a graph of any part of a step, in place.
+) -> list[fx.Node]:
+    """Run all passes on a graph of any part of a step, in place; return its new inputs.
 
     Args:
         fqns: parameters by placeholder.
         grad_fqns: for each flattened output, the parameter whose gradient it is.
     """
     tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns)
-    for stage in ("joint", "forward_backward"):
-        pipeline.run(stage, gm, compilation)  # type: ignore[arg-type]
+    pipeline.run("joint", gm, compilation)
+    added = []
+    if compilation.extension is not None:
+        inputs = {canonical_fqn(fqn): node for node, fqn in fqns.items()}
+        gradients = gradients_of(gm.graph, fqns.get, grad_fqns)
+        added = compilation.extension.append(gm.graph, inputs, gradients)
+    pipeline.run("forward_backward", gm, compilation)
     gm.graph.lint()
     gm.recompile()
+    return added

@@ -19,7 +19,7 @@ from ..passes.compilation import Extension
 from ..recipes import recipe
 from .norm import Norm
 from .rules import RULES, rule_of
-from .update import Epilogue, Group, Trained
+from .update import Epilogue, groups_of
 
 Loss = Callable[..., torch.Tensor]
 
@@ -126,31 +126,16 @@ class TrainStep:
     def _compiled(self) -> tuple[_StepBackend, Loss]:
         """Return what runs a step with the optimizers' present options."""
         accumulated = frozenset(fqn for fqn, p in self._parameters if p.grad is not None)
-        groups = self._groups()
+        groups = groups_of(self.optimizers)
         options = [(g.rule_name, g.rule.key(g.given), len(g.given["params"])) for g in groups]
         key = (accumulated, *options)
         if key not in self._made:
-            backend = self._make_backend(lambda: self._epilogue(accumulated))
+            backend = self._make_backend(
+                lambda: Epilogue.of(self.model, self.optimizers, self._norm, accumulated)
+            )
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]
-
-    def _groups(self) -> list[Group]:
-        """List the groups that graphs update."""
-        return [
-            Group(optimizer, number, name)
-            for optimizer in self.optimizers
-            if (name := rule_of(optimizer)) is not None
-            for number in range(len(optimizer.param_groups))
-        ]
-
-    def _epilogue(self, accumulated: frozenset[str]) -> Epilogue:
-        group_of = {p: group for group in self._groups() for p in group.given["params"]}
-        trained = {
-            fqn: Trained(fqn, p, place, group_of.get(p))
-            for place, (fqn, p) in enumerate(self._parameters)
-        }
-        return Epilogue(trained, self._norm, accumulated)
 
 
 def train_step(

@@ -17,7 +17,7 @@ After buckets are merged, :func:`group_by_bucket` joins the nodes of each bucket
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -26,15 +26,15 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from .._torch.aot import mark_backward, stage_of
+from .._torch.aot import mark_backward
 from .._torch.descriptors import as_buffer, as_parameter
 from .._torch.sharded import shard_of
-from ..fsdp.tag_graph import gradients_of, named_inputs
+from ..fqns import parameter_names
 from ..graph.collectives import is_wait
 from ..graph.tags import buffer_bytes, set_updates, updates_of
 from ..reports.step import StepReport
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
-from .rules import BY_NAME, UPDATE, Rule, state_of
+from .rules import BY_NAME, UPDATE, Rule, rule_of, state_of
 
 _aten = torch.ops.aten
 _LISTS = (UPDATE, NORMS, _aten._foreach_mul_.Tensor)
@@ -69,6 +69,16 @@ class Group:
         return self.rule.state(self.given)
 
 
+def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Group]:
+    """List the groups that graphs update: those of optimizers with a rule."""
+    return [
+        Group(optimizer, number, name)
+        for optimizer in optimizers
+        if (name := rule_of(optimizer)) is not None
+        for number in range(len(optimizer.param_groups))
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class Trained:
     """A parameter with a gradient.
@@ -92,11 +102,13 @@ class Epilogue:
         trained: parameters by canonical FQN, in the model's order; those with a group are updated.
         norm: how gradients are clipped; None: not at all.
         accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
+        aliases: FQN in ``trained`` by other FQNs of the same parameter.
     """
 
     trained: dict[str, Trained]
     norm: Norm | None = None
     accumulated: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     total_norm: torch.Tensor | None = None
     updated: list[Trained] = field(default_factory=list)
     gradients: list[Trained] = field(default_factory=list)
@@ -109,17 +121,35 @@ class Epilogue:
     _fresh: torch.Tensor = field(default_factory=lambda: torch.tensor([]))
     _states: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
-    def append(self, graph: fx.Graph, fqn_of: Any) -> list[fx.Node]:
-        """Append the nodes to a backward graph, in place; return its new inputs."""
-        if stage_of(graph) != "backward":
-            # The backward graph has the shards that it reads by the same names.
-            self._shards = named_inputs(graph, fqn_of)
-            return []
-        found = [
-            (value, self.trained[fqn])
-            for value, fqn in gradients_of(graph, fqn_of)
-            if fqn in self.trained
-        ]
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        norm: Norm | None,
+        accumulated: frozenset[str] = frozenset(),
+    ) -> Epilogue:
+        """Make one for all parameters of a model."""
+        group_of = {p: group for group in groups_of(optimizers) for p in group.given["params"]}
+        names = parameter_names(model)
+        trained = {
+            fqns[0]: Trained(fqns[0], p, place, group_of.get(p))
+            for place, (p, fqns) in enumerate(names.items())
+        }
+        aliases = {fqn: fqns[0] for fqns in names.values() for fqn in fqns[1:]}
+        return cls(trained, norm, accumulated, aliases)
+
+    def append(
+        self,
+        graph: fx.Graph,
+        inputs: Mapping[str, fx.Node],
+        gradients: Sequence[tuple[fx.Node, str]],
+    ) -> list[fx.Node]:
+        """Append the nodes to a graph with gradients, in place; return its new inputs."""
+        # A backward graph has the shards that it reads by the same names as the forward graph.
+        self._shards = {**inputs, **self._shards}
+        named = [(value, self.aliases.get(fqn, fqn)) for value, fqn in gradients]
+        found = [(value, self.trained[fqn]) for value, fqn in named if fqn in self.trained]
         return _Appending(self, graph, found).run() if found else []
 
     def merged(self, graph: fx.Graph) -> StepReport | None:
@@ -236,10 +266,14 @@ class _Appending:
 
     def _gradients(self) -> dict[Trained, fx.Node]:
         """Return the gradients, added to those of earlier microbatches, in the model's order."""
-        found = {p: value for value, p in self.found}
+        found: dict[Trained, fx.Node] = {}
+        for value, p in self.found:
+            # A trace without Dynamo has a gradient for each name of a parameter.
+            found[p] = self.call(_aten.add.Tensor, found[p], value) if p in found else value
         for fqn in sorted(self.epilogue.accumulated):
             p = self.epilogue.trained[fqn]
-            earlier = self._input(f"{fqn}.grad", functools.partial(_gradient_of, p))
+            read = functools.partial(_gradient_of, p)
+            earlier = self._input(f"{fqn}.grad", read, shard_of(p.parameter))
             value = found.get(p)
             found[p] = earlier if value is None else self.call(_aten.add_.Tensor, earlier, value)
         return dict(sorted(found.items(), key=lambda each: each[0].place))
@@ -311,10 +345,15 @@ class _Appending:
             node.meta["val"] = forward.meta["val"]
         return node
 
-    def _input(self, name: str, read: Callable[[], torch.Tensor]) -> fx.Node:
+    def _input(
+        self, name: str, read: Callable[[], torch.Tensor], like: torch.Tensor | None = None
+    ) -> fx.Node:
         with self.graph.inserting_after(self.last):
             node = self.last = self.graph.placeholder("step_" + name.replace(".", "_"))
-        node.meta |= {"desc": as_buffer(name), "val": self.mode.from_tensor(read())}
+        node.meta |= {
+            "desc": as_buffer(name),
+            "val": self.mode.from_tensor(read() if like is None else like),
+        }
         self.inputs.append(node)
         self.epilogue._inputs.append(read)
         return node

@@ -52,32 +52,42 @@ from ..recipes import recipe
 from ..reports.compile import CompileReport
 from ..reports.stage import StageReport
 from ..reports.text import sizes_text
+from .torchtitan_step import StepInGraph, check_trainer
 
 _PIPELINE = "torch_ext_bucketing"
 _REPLACED = "joint_transformer_block_bucketing_reordering_pass"
 _ORDERED_ALREADY = "ep_overlap_schedule_pass"
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Trainers by the ``id`` of their configs: a pipeline gets a config, a pass needs the model."""
+_with_step: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Trainers whose graphs clip and update."""
 
 log = logging.getLogger("torch_ext_bucketing")
 
 
-def pass_pipeline(memory: PeakMemory | None = None) -> str:
+def pass_pipeline(memory: PeakMemory | None = None, *, optimizer: bool = False) -> str:
     """Register a pass pipeline in torchtitan; return its name for ``compile.pass_pipeline``.
 
     Args:
         memory: with pipeline parallelism, a bound in GiB on a rank's memory in a step; see
             :func:`.recipe`. None: every stage's parameters are gathered once per step.
+        optimizer: clip and update in the graph, with torchtitan's optimizers and ``max_norm`` as
+            configured (:mod:`.torchtitan_step`). If no graph can update with one of the optimizers,
+            a warning names it, and torchtitan clips and updates.
 
     Raises:
         ValueError: ``memory`` is a ratio. When the trainer starts: ``memory`` without pipeline
-            parallelism, or below shards, gradients and optimizer state.
+            parallelism, or below shards, gradients and optimizer state; ``optimizer`` with it, or
+            with CUDA graphs.
     """
     if memory is not None and memory.gib is None:
         raise ValueError(f"the bound of a pipeline's stages is in GiB, got {memory!r}")
-    name = _PIPELINE if memory is None else f"{_PIPELINE}, {memory!r}"
+    options = [repr(memory)] if memory is not None else []
+    name = ", ".join([_PIPELINE, *options, *(["optimizer"] if optimizer else [])])
 
     def started(trainer: Any) -> None:
+        if optimizer and check_trainer(trainer):
+            _with_step.add(trainer)
         if trainer.parallel_dims.pp_enabled:
             room = None
             if memory is not None:
@@ -106,7 +116,8 @@ def graph_passes(
     Raises:
         ValueError: no trainer has started with this config, or torchtitan's list has no bucketing.
     """
-    parts: list[Any] = getattr(_trainers.get(id(config)), "model_parts", [])
+    trainer = _trainers.get(id(config))
+    parts: list[Any] = getattr(trainer, "model_parts", [])
     if len(parts) != 1:
         raise ValueError(
             f"{_PIPELINE!r} needs one started trainer with this config and one model part, found "
@@ -119,8 +130,12 @@ def graph_passes(
             f"torchtitan's passes have no {_REPLACED} to replace, because precompile_artifact_dir "
             f"names an artifact or for another reason: {', '.join(names)}"
         )
-    listed[names.index(_REPLACED)] = whole_step_pass(parts[0], recipe(parts[0]))
-    return [p for p, name in zip(listed, names, strict=True) if name != _ORDERED_ALREADY]
+    at = names.index(_REPLACED)
+    after = [p for p in listed[at + 1 :] if getattr(p, "func", p).__name__ != _ORDERED_ALREADY]
+    passes = recipe(parts[0])
+    if trainer in _with_step:
+        return [*listed[:at], *StepInGraph(trainer, traced).passes(passes, after)]
+    return [*listed[:at], whole_step_pass(parts[0], passes), *after]
 
 
 class _BucketedStages:
