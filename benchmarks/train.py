@@ -7,20 +7,24 @@
 The demo's model, larger. The ways:
 
 - ``eager``: eager FSDP2, ``fully_shard`` per block, then the root;
-- ``unbucketed``: compiled, one collective per parameter;
-- ``torch``: compiled, with the buckets that torch makes by itself (``bucket_all_gathers_fx``,
-  ``bucket_reduce_scatters_fx``), no hook set and torch's default cap;
+- ``torch``: ``torch.compile(model)``, nothing of ours;
+- ``torch_buckets``: that with torch's own buckets and default cap (``bucket_all_gathers_fx``,
+  ``bucket_reduce_scatters_fx``), which ``aot_eager`` gets from the same functions in a pass;
+- ``unbucketed``: through our backend, one collective per parameter;
 - ``units``: ours, one bucket per unit of FSDP2 in its payload order, then ``Schedule(Overlap())``;
 - ``cap``: ours, buckets up to 25 MiB, then ``Schedule(Overlap())``;
 - ``auto``: ours, ``BucketAndSchedule(Overlap())``, caps chosen on a cost model;
-- ``tuned``: ours, the fastest of ``tune``'s candidates, measured before the timed steps.
+- ``tuned``: the fastest of ``torch`` and ``tune``'s candidates with enough memory, measured before
+  the timed steps.
 
-All compiled ways free gathered parameters after forward, but for the root's, as FSDP2 does. Every
-round takes one step of each way on the same ranks; ratios are medians over the rounds, in brackets
-the interval that holds the median at 95%. Memory is what a rank's resident memory grows by at most
-during a step, on a GPU what CUDA's allocator has given out; parameters and optimizer state, alike
-in all ways, are not in it. Equal means equal bits on every rank. With fewer GPUs than ranks the
-ranks share them; see ``eager_parity.devices``.
+From ``unbucketed`` to ``auto`` gathered parameters are freed after forward, but for the root's, as
+FSDP2 does. torch alone keeps them all for backward, and ``tuned`` may. Every round takes one step
+of each way on the same ranks; ratios are medians over the rounds, in brackets the interval that
+holds the median at 95%. With ``--repeats`` the ranks start anew as often, and a last table shows
+the ratios of every run. Memory is what a rank's resident memory grows by at most during a step, on
+a GPU what CUDA's allocator has given out; parameters and optimizer state, alike in all ways, are
+not in it. Equal means equal bits on every rank. With fewer GPUs than ranks the ranks share them;
+see ``eager_parity.devices``.
 
 ``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
 Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
@@ -57,7 +61,7 @@ from .command import (
     title,
     write_json,
 )
-from .train_ranks import BACKENDS, OURS, WAYS, RankReport, Training, train_rank
+from .train_ranks import BACKENDS, BASES, OURS, WAYS, RankReport, Training, train_rank
 
 SIZES = {
     "steps": "timed steps of each way",
@@ -90,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Training(ranks, backend=backend, **sizes, **more)
             for backend in backends
             for ranks in args.ranks
+            for _ in range(args.repeats)
         ]
     except ValueError as error:
         parser.error(str(error))
@@ -157,10 +162,7 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
         gaps = [abs(a - b) for mine, eager in losses for a, b in zip(mine, eager, strict=True)]
         found[name] = {
             "step_ms": statistics.median(times(name)),
-            "to_eager": _ratio_of(times(name), times("eager")),
-            "to_torch": _ratio_of(times(name), times("torch"))
-            if "torch" in training.ways
-            else None,
+            "to": {b: _ratio_of(times(name), times(b)) for b in BASES if b in training.ways},
             "first_step_s": max(of(name, "first_step_s")),
             "collectives": of(name, "collectives")[0],
             "rest_mib": max(of(name, "rest_bytes")) / 2**20,
@@ -174,7 +176,7 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
             "traced_ms": max(of(name, "traced_ms")),
         }
     compiled = [name for name in found if name != "eager"]
-    by_time = sorted(compiled, key=lambda name: found[name]["to_eager"]["median"])
+    by_time = sorted(compiled, key=lambda name: found[name]["to"]["eager"]["median"])
     return {
         **asdict(training),
         **about,
@@ -222,21 +224,50 @@ def _ratio_of(mine: Sequence[float], others: Sequence[float]) -> dict[str, float
 
 def render(document: dict[str, Any]) -> str:
     """Render the tables and a summary."""
-    return "\n\n".join([title(document), *map(_table, document["cells"])])
+    return "\n\n".join(
+        [title(document), *map(_table, document["cells"]), *_repeats(document["cells"])]
+    )
+
+
+def _repeats(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Compare the ratios of runs with equal settings, where there are several."""
+
+    def key(cell: dict[str, Any]) -> tuple[str, int]:
+        return cell["backend"], cell["ranks"]
+
+    texts = []
+    for (backend, ranks), group in itertools.groupby(cells, key):
+        runs = list(group)
+        if len(runs) < 2:
+            continue
+        ways, bases = runs[0]["results"], list(runs[0]["results"]["eager"]["to"])
+        rows = [[f"{ranks} ranks, {backend}, {len(runs)} runs", *(f"/ {WAYS[b]}" for b in bases)]]
+        for name in ways:
+            row = [WAYS[name]]
+            for base in bases:
+                found = sorted(run["results"][name]["to"][base]["median"] for run in runs)
+                middle = statistics.median(found)
+                row.append(f"{middle:.2f} ({found[0]:.2f} to {found[-1]:.2f})")
+            rows.append(row)
+        texts.append(columns(rows))
+    return texts
 
 
 def _table(cell: dict[str, Any]) -> str:
-    head = ["", "step", "/ eager", "", "/ torch's", "", "collectives", "step", "loss", "", "", ""]
-    below = ["", "ms", "median", "95%", "median", "95%", "per step", "MiB"]
-    below += ["last", "gap", "equal", "weights equal"]
+    bases = list(cell["results"]["eager"]["to"])
+    head, below = ["", "step"], ["", "ms"]
+    for base in bases:
+        head += [f"/ {WAYS[base]}", ""]
+        below += ["median", "95%"]
+    head += ["collectives", "step", "loss", "", "", ""]
+    below += ["per step", "MiB", "last", "gap", "equal", "weights equal"]
     rows = [head, below]
     for name, way in cell["results"].items():
         rows.append(
             [
                 WAYS[name],
                 f"{way['step_ms']:.0f}",
-                *_ratio(way["to_eager"]),
-                *_ratio(way["to_torch"]),
+                *(cell for base in bases for cell in _ratio(way["to"][base])),
                 _counts(way["collectives"]),
                 f"{way['step_mib']:.0f}",
                 f"{way['last_loss']:.4f}",
@@ -301,9 +332,7 @@ def _predictions(cell: dict[str, Any], by: str) -> str:
     )
 
 
-def _ratio(ratio: dict[str, float] | None) -> tuple[str, str]:
-    if ratio is None:
-        return "", ""
+def _ratio(ratio: dict[str, float]) -> tuple[str, str]:
     return f"{ratio['median']:.2f}", f"{ratio['low']:.2f}-{ratio['high']:.2f}"
 
 
@@ -333,6 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--traces", type=Path, metavar="DIR", help="with --predict: and by traces")
     add_json(parser, "written after every table")
+    add_number(parser, "repeats", 1, "runs of each number of ranks and backend")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for all")
     return parser
 

@@ -6,6 +6,7 @@ round, so that whatever else the machine does hits all ways alike.
 """
 
 import ctypes
+import functools
 import gc
 import gzip
 import itertools
@@ -45,8 +46,9 @@ from torch_ext_bucketing.tuning.candidates import TorchBuckets, candidates
 
 WAYS = {
     "eager": "eager FSDP2",
+    "torch": "torch alone",
+    "torch_buckets": "torch alone, its buckets",
     "unbucketed": "compiled, no buckets",
-    "torch": "compiled, torch's buckets",
     "units": "ours: FSDP2's units",
     "cap": "ours: 25 MiB cap",
     "auto": "ours: caps by cost model",
@@ -55,6 +57,8 @@ WAYS = {
 """The names of the ways, and for people. All but the first are compiled."""
 
 OURS = ("units", "cap", "auto", "tuned")
+BASES = ("eager", "torch", "torch_buckets")
+"""What the others are divided by."""
 Backend = Literal["aot_eager", "inductor"]
 BACKENDS: tuple[Backend, ...] = ("aot_eager", "inductor")
 WARMUP_STEPS = 3
@@ -135,6 +139,8 @@ TORCH_BUCKETS: dict[str, Any] = {
     "bucket_all_gathers_fx": "only_fsdp",
     "bucket_reduce_scatters_fx": "fsdp",
 }
+ENOUGH = teb.PeakMemory(gib=16)
+"""A bound that keeps whatever is gathered, as torch alone does, where that is faster."""
 
 
 @dataclass
@@ -252,32 +258,46 @@ def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machi
         return Way(model, model, optimizer, WayReport())
     order = teb.FSDPParamOrder.from_model(model, units=model.unit_names())
     teb.data_parallel(model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=reduce_dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
+    compile_ = functools.partial(torch.compile, model, fullgraph=True)
+    way = functools.partial(Way, model, optimizer=optimizer, report=WayReport())
+    inductor = training.backend == "inductor"
+    # Without this package's backend, which switches torch's own buckets off.
+    if name == "torch" or (name == "torch_buckets" and inductor):
+        options = TORCH_BUCKETS if name == "torch_buckets" else None
+        return way(compile_(backend=training.backend, options=options))
+    if name == "tuned":
+        given = candidates(
+            model,
+            training.backend,
+            units=model.unit_names(),
+            machine=machine,
+            memory=ENOUGH,
+            optimizer=optimizer,
+        )
+        tuner = teb.tune(model, {**given, WAYS["torch"]: training.backend})
+        return way(compile_(backend=tuner), tuner=tuner)
     # fully_shard leaves the root's parameters gathered between forward and backward.
     reshard = teb.ReshardAfterForward(keep=order.units[-1])
     kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
     passes: Mapping[str, list[teb.GraphPass]] = {
-        "unbucketed": [],
-        "torch": [TorchBuckets()] if training.backend == "aot_eager" else [],
-        "units": [teb.BucketByUnit(order), teb.Schedule([teb.Overlap()], machine)],
+        "torch_buckets": [TorchBuckets()],
+        "unbucketed": [reshard],
+        "units": [reshard, teb.BucketByUnit(order), teb.Schedule([teb.Overlap()], machine)],
         "cap": [
+            reshard,
             teb.BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
             teb.Schedule([teb.Overlap()], machine),
         ],
-        "auto": [teb.BucketAndSchedule([teb.Overlap()], payload_order=order, machine=machine)],
+        "auto": [
+            reshard,
+            teb.BucketAndSchedule([teb.Overlap()], payload_order=order, machine=machine),
+        ],
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
-    if name == "tuned":
-        units = model.unit_names()
-        given = candidates(model, training.backend, units=units, machine=machine)
-        tuner = teb.tune(model, given)
-        forward: Any = torch.compile(model, backend=tuner, fullgraph=True)
-        return Way(model, forward, optimizer, WayReport(), tuner=tuner)
     predict = Predict() if training.predict else None
     last = [] if predict is None else [predict]
-    compiler = teb.backend(training.backend, [reshard, *passes[name], *last], model)
-    options = TORCH_BUCKETS if name == "torch" and training.backend == "inductor" else {}
-    forward = torch.compile(model, backend=compiler, fullgraph=True, options=options)
-    return Way(model, forward, optimizer, WayReport(), predict)
+    backend = teb.backend(training.backend, [*passes[name], *last], model)
+    return way(compile_(backend=backend), predict=predict)
 
 
 def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:

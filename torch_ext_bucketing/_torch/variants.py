@@ -1,4 +1,4 @@
-"""Compile one graph of Dynamo several times."""
+"""Compile one graph of Dynamo several times, and keep what came of it in Inductor's caches."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     vars(found).update({name: v for name, v in vars(gm).items() if name not in vars(found)})
     found.meta = dict(gm.meta)
     return found
+
+
+def keep_json(name: str, data: Any) -> None:
+    """Write a file in Inductor's cache folder, whole or not at all, and to its artifacts.
+
+    Args:
+        name: of the file, under :func:`cache_dir`.
+        data: anything of JSON.
+    """
+    with private_torch():
+        from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact as Artifact
+        from torch.compiler._cache import CacheArtifactManager
+
+    # Artifacts of autotuning are JSON files under a name in the folder. A type of our own would be
+    # unknown to a process that loads artifacts before it imports this package, and torch then drops
+    # all of them.
+    Artifact(name, Artifact.encode(data)).populate_cache()
+    CacheArtifactManager.record_artifact(Artifact.type(), name, data)

@@ -1,4 +1,4 @@
-"""Choose among candidates by what all ranks measured."""
+"""Choose among candidates by what all ranks measured, and correct a machine by it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..reports.estimate import EstimateReport
@@ -22,6 +23,8 @@ class Figures(NamedTuple):
 
 RankFigures = Mapping[str, Sequence[Figures]]
 """The measured steps of each candidate on one rank."""
+Estimates = Mapping[str, Sequence[EstimateReport]]
+"""The estimates of each candidate's graphs."""
 
 
 def combine(
@@ -48,21 +51,16 @@ def combine(
         statistics.median([s.step_ms for s in each if s.step_ms < math.inf] or [1])
         for each in rounds
     ]
-    found = []
-    for name, mine in steps.items():
-        timed = [i for i, step in enumerate(mine) if step.step_ms < math.inf]
-        step_ms, graphs_ms, relative = (
-            statistics.median(values or [math.inf])
-            for values in (
-                [mine[i].step_ms for i in timed],
-                [mine[i].graphs_ms for i in timed],
-                [mine[i].step_ms / usual[i] for i in timed],
-            )
-        )
-        peak = max(mine[i].peak_bytes for i in timed or range(len(mine)))
+
+    def report(name: str, mine: Sequence[Figures]) -> CandidateReport:
+        timed = [(s, of) for s, of in zip(mine, usual, strict=False) if s.step_ms < math.inf]
+        values = zip(*((s.step_ms, s.graphs_ms, s.step_ms / of) for s, of in timed), strict=True)
+        step, graphs, relative = map(statistics.median, values) if timed else (math.inf,) * 3
+        peak = max(s.peak_bytes for s, _ in timed or [(s, 0) for s in mine])
         fits = bound_bytes is None or peak <= bound_bytes
-        found.append(CandidateReport(name, step_ms, graphs_ms, peak, fits, relative=relative))
-    return found
+        return CandidateReport(name, step, graphs, peak, fits, relative=relative)
+
+    return [report(name, mine) for name, mine in steps.items()]
 
 
 def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
@@ -74,6 +72,28 @@ def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
     if fitting:
         return min(fitting, key=lambda c: c.relative)
     return min(candidates, key=lambda c: c.peak_bytes)
+
+
+def correct(
+    found: Sequence[CandidateReport], estimates: Estimates
+) -> tuple[list[CandidateReport], dict[str, float]]:
+    """Add the candidates' estimates, as they are and with factors that fit the measured times."""
+    known = [(estimates[c.name], c.graphs_ms) for c in found if estimates[c.name]]
+    factors = fit_factors(known)
+    if not factors:
+        return list(found), {}
+    with_estimates = [
+        replace(
+            c,
+            estimated_ms=sum(e.step_ms for e in of),
+            estimated_bytes=max(e.peak_bytes for e in of),
+            corrected_ms=corrected_ms(of, factors),
+        )
+        if (of := estimates[c.name])
+        else c
+        for c in found
+    ]
+    return with_estimates, factors
 
 
 Measured = tuple[Sequence[EstimateReport], float]
@@ -93,7 +113,8 @@ def fit_factors(measured: Sequence[Measured]) -> dict[str, float]:
 
     Returns:
         The factors of collectives by kind and of kernels (:data:`KERNEL`), which
-        :meth:`.Machine.corrected` takes; empty if ``measured`` is.
+        :meth:`.Machine.corrected` takes. Kinds that no graph has are left out, so a machine keeps
+        their times. Empty if ``measured`` is.
     """
     busy = sorted({kind for es, _ in measured for e in es for kind in e.busy_ms})
     if not measured or any(sum(e.step_ms for e in es) <= 0 for es, _ in measured):

@@ -3,11 +3,9 @@
 Ranks meet through the store of the default process group, not by a collective: nothing can mix with
 training's, and a waiting rank can name those that it waits for. Keys of the n-th point::
 
-    n/<r>         the value of rank r
-    n/arrived     the number of ranks
+    n/<r>         the value of rank r, or of a rank that failed on its way nothing
+    n/arrived     the number of ranks that came
     n/outcome     "go", or why not; the first rank to write it decides for all
-
-A rank that fails on its way to a point writes its outcome, so no other rank goes beyond it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,6 +26,10 @@ from ..agreement.exchange import LINGER_S, poll
 from ..errors import TuningError
 
 _GO = "go"
+_NO_STORE = (
+    "the store of the default process group can't be reached. Usually the process that hosts it, "
+    "rank 0 or the launcher, has ended: look at its output first"
+)
 _numbers = itertools.count()  # ranks make their meetings in one order
 
 
@@ -47,9 +49,7 @@ class Meeting:
         if group is None or not groups.has_peers(group):
             return
         self.rank, self.size = group.rank(), group.size()
-        self._timeout = (
-            groups.group_timeout(group) if timeout is None else timeout
-        ).total_seconds()
+        self._timeout_s = (timeout or groups.group_timeout(group)).total_seconds()
         # torchrun may keep one store for a job and its restarts.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"torch_ext_bucketing/tuning/{start}/{next(_numbers)}"
@@ -66,16 +66,16 @@ class Meeting:
         if self.size == 1:
             return [value]
         self._point += 1
-        n, deadline = self._point, time.monotonic() + self._timeout
+        n, deadline = self._point, time.monotonic() + self._timeout_s
 
         def is_decided() -> bool:
             if self._store.add(f"{n}/arrived", 0) == self.size:
                 self._decide(_GO)
             elif time.monotonic() > deadline:
-                missing = self._missing()
-                text = f"{ranks_text(missing)} did not come to {point} in {self._timeout:g} s"
-                self._decide(self._reason(text, missing))
-            return self._store.check([f"{n}/outcome"])
+                late = self._missing()
+                text = f"{ranks_text(late)} did not come to {point} in {self._timeout_s:g} s"
+                self._decide(self._reason(text, late))
+            return self._has_outcome()
 
         try:
             self._store.set(f"{n}/{self.rank}", value)
@@ -87,12 +87,8 @@ class Meeting:
                 self._forget(n - 1)
                 return [v.decode() for v in values]
         except RuntimeError as error:  # c10d's own errors are RuntimeErrors
-            self._stopped = TuningError(
-                f"at {point}, candidate {self.candidate!r}: the store of the default process group "
-                f"can't be reached: {error}. Usually the process that hosts it, rank 0 or the "
-                "launcher, has ended: look at its output first",
-                self.candidate,
-            )
+            text = f"candidate {self.candidate!r}: at {point} {_NO_STORE} ({error})"
+            self._stopped = TuningError(text, self.candidate)
             raise self._stopped from error
         raise self._error(outcome)
 
@@ -104,19 +100,30 @@ class Meeting:
         reason = self._reason(text, [self.rank])
         if self.size > 1:
             self._point += 1
-            with contextlib.suppress(RuntimeError):
-                # A collective fails on this rank if a peer is late or gone.
-                others = [r for r in self._missing() if r != self.rank]
-                also = f" ({ranks_text(others)} did not get to that point, either)" * bool(others)
-                reason = self._decide(self._reason(text + also, [self.rank]))
+            try:
+                self._store.set(f"{self._point}/{self.rank}", "")
+                if isinstance(error, RuntimeError):
+                    # A collective of torch fails if a peer has ended. Had that one raised an error,
+                    # it would have left word; others that see its end will, soon.
+                    deadline = time.monotonic() + LINGER_S
+                    poll(lambda: self._has_outcome() or not self._missing(), deadline)
+                    if silent := self._missing():
+                        text += f" ({ranks_text(silent)} did not get to that point, either)"
+                        reason = self._reason(text, [self.rank, *silent])
+                reason = self._decide(reason)
+            except RuntimeError:
+                reason = self._reason(f"{text} ({_NO_STORE})", [self.rank])
         return self._error(reason)
 
     def _decide(self, outcome: str) -> str:
         """Write the outcome of the present point unless there is one; return what holds."""
         return self._store.compare_set(f"{self._point}/outcome", "", outcome).decode()
 
-    def _reason(self, text: str, ranks: Iterable[int]) -> str:
-        return json.dumps([text, self.candidate, list(ranks)])
+    def _has_outcome(self) -> bool:
+        return self._store.check([f"{self._point}/outcome"])
+
+    def _reason(self, text: str, ranks: Sequence[int]) -> str:
+        return json.dumps([text, self.candidate, ranks])
 
     def _missing(self) -> list[int]:
         return [r for r in range(self.size) if not self._store.check([f"{self._point}/{r}"])]

@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from .._source import package_digest
 from .._torch.process_groups import group_places
-from .._torch.variants import cache_dir
+from .._torch.variants import cache_dir, keep_json
 from ..errors import NoUuidError
 from ..passes.backends import BucketingBackend
 from ..passes.cache_key import describe, digest, log_no_uuid
@@ -41,35 +41,31 @@ def key_of(
         log_no_uuid("the choice of a candidate", error)
         return ""
     backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else ""
-    known = (torch.__version__, package_digest(), _machine(device), backend, group_places())
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    # How many ranks share a node counts, too.
+    node = (platform.machine(), os.cpu_count(), os.environ.get("LOCAL_WORLD_SIZE", ""))
+    known = (torch.__version__, package_digest(), device_name, node, backend, group_places())
     return digest(gm.code, *map(repr, (shapes, names, bound_bytes, known)))
 
 
 def load(key: str) -> TuneReport | None:
     """Read a record; None if there is none, or it can't be read."""
     try:
-        return TuneReport.from_dict(json.loads(_path(key).read_text(encoding="utf-8")))
+        text = Path(cache_dir(), _name(key)).read_text(encoding="utf-8")
+        report = TuneReport.from_dict(json.loads(text))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    save(key, report)  # so that it travels on
+    return report
 
 
 def save(key: str, report: TuneReport) -> None:
-    """Write a record, whole or not at all."""
-    path = _path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(report.to_json() + "\n", encoding="utf-8")
-    part.replace(path)
+    """Write a record, also to what ``torch.compiler.save_cache_artifacts`` returns."""
+    keep_json(_name(key), report.as_dict())
 
 
-def _path(key: str) -> Path:
-    return Path(cache_dir(), "torch_ext_bucketing", "choices", f"{key}.json")
-
-
-def _machine(device: torch.device) -> tuple[Any, ...]:
-    """Identify the device, the CPU, and how many ranks share a node."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return name, platform.machine(), os.cpu_count(), os.environ.get("LOCAL_WORLD_SIZE", "")
+def _name(key: str) -> str:
+    return f"torch_ext_bucketing/choices/{key}.json"
 
 
 def _identity(candidate: Any) -> Any:

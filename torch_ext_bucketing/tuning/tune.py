@@ -16,14 +16,13 @@ common to all, so training goes on through the measurement.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.fx as fx
@@ -40,7 +39,7 @@ from ..reports.estimate import EstimateReport
 from ..reports.tuning import TuneReport
 from . import record
 from .candidates import candidates as default_candidates
-from .choice import Figures, best_of, combine, corrected_ms, fit_factors
+from .choice import Figures, best_of, combine, correct
 from .meeting import Meeting
 from .meter import Meter
 
@@ -65,8 +64,8 @@ class Tuner:
     Args:
         model: the sharded model, not compiled yet.
         candidates: backends of ``torch.compile`` by name; None: those of
-            :func:`.tuning.candidates.candidates`. All ranks give the same.
-        compiler: see there.
+            :func:`.tuning.candidates.candidates` for Inductor, with ``memory``. All ranks give the
+            same.
         steps: measured steps of each candidate; the closest ones get twice as many.
         memory: a bound on what a rank holds in a step, as the device's allocator counts it (on CPU:
             resident memory), in ``gib``; None: no bound. If no candidate keeps it, the one that
@@ -76,7 +75,7 @@ class Tuner:
 
     Attributes:
         chosen: name of the candidate that is kept; None until all are measured.
-        report: the measurements; None until then.
+        report: the measurements, alike on every rank; None until then.
 
     Raises:
         ValueError: no candidates, ``steps`` below 1, or ``memory`` without ``gib``.
@@ -87,19 +86,18 @@ class Tuner:
         model: nn.Module,
         candidates: Mapping[str, str | Compiler] | None = None,
         *,
-        compiler: Literal["aot_eager", "inductor"] = "inductor",
         steps: int = 5,
         memory: PeakMemory | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        if candidates is None:
-            candidates = default_candidates(model, compiler)
-        if not candidates:
-            raise ValueError("give at least one candidate")
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
         if memory is not None and memory.gib is None:
             raise ValueError("memory= is a bound in GiB here: PeakMemory(gib=...)")
+        if candidates is None:
+            candidates = default_candidates(model, memory=memory)
+        if not candidates:
+            raise ValueError("give at least one candidate")
         self.candidates: dict[str, str | Compiler] = dict(candidates)
         self.chosen: str | None = None
         self.report: TuneReport | None = None
@@ -107,9 +105,10 @@ class Tuner:
         self._bound = None if memory is None or memory.gib is None else int(memory.gib * 2**30)
         self._meeting = Meeting(timeout)
         self._meter = Meter(next((p.device for p in model.parameters()), torch.device("cpu")))
-        self._current = next(iter(self.candidates))
-        self._running, self._again = list(self.candidates), False
-        self._turns = self._in_turn()
+        self._running = list(self.candidates)
+        self._current = self._running[0]
+        self._round, self._left = 0, list(self._running)  # in this round
+        self._rounds = 1 + steps
         self._figures: dict[str, list[Figures]] = {name: [] for name in self.candidates}
         self._versions: list[dict[str, Callable[..., Any]]] = []
         self._key: str | None = None
@@ -123,9 +122,8 @@ class Tuner:
         is_first = self._in_step and self._key is None
         if is_first:
             self._look_up(gm, example_inputs)
-        names = list(self.candidates) if self.chosen is None else [self.chosen]
         versions: dict[str, Callable[..., Any]] = {}
-        for name in names:
+        for name in list(self.candidates) if self.chosen is None else [self.chosen]:
             self._meeting.candidate = name  # for errors
             versions[name] = compile_variant(self.candidates[name], gm, example_inputs, **kwargs)
         self._meeting.candidate = self._current
@@ -159,17 +157,17 @@ class Tuner:
 
     def _measured(self, function: Callable[[], _T]) -> _T:
         """Take one step with the candidate whose turn it is."""
-        self._current = self._meeting.candidate = next(self._turns)
+        self._current = self._meeting.candidate = self._left[0]
         self._compiled, self._in_step = False, True
         meeting, meter = self._meeting, self._meter
-        ready: list[float] = []
+        pause: list[float] = []  # while ranks meet, once they have their gradients
 
         def before_optimizer(*_: Any) -> None:
-            if not ready:
-                ready.append(meter.now_ms())
+            if not pause:
+                pause.append(meter.now_ms())
                 # No rank changes a weight before all have their gradients.
                 meeting.meet("the optimizer's step")
-                ready.append(meter.now_ms())
+                pause.append(meter.now_ms())
 
         try:
             meeting.meet("the step")  # so that no candidate pays for a late rank
@@ -180,72 +178,60 @@ class Tuner:
                 result = function()
             finally:
                 hook.remove()
-            end = meter.now_ms()
             before_optimizer()  # if no optimizer of torch took the step
+            end = meter.now_ms()
         except TuningError:
             raise
         except Exception as error:
-            where = "after its optimizer began a step" if ready else "before the optimizer's step"
+            where = "after its optimizer began a step" if pause else "before the optimizer's step"
             raise meeting.failed(error, where) from error
         finally:
             self._in_step = False
         if self.chosen is not None:  # found by a compile of this step
             return result
-        graphs = ready[0] - begin
-        times = (graphs + max(0.0, end - ready[1]), graphs)
+        times = (end - pause[1] + pause[0] - begin, pause[0] - begin)
         times = (math.inf, math.inf) if self._compiled else times
-        self._figures[self._current].append(Figures(*times, meter.peak_bytes()))
-        if self._round_is_over():
-            self._choose()
+        self._figures[self._left.pop(0)].append(Figures(*times, meter.peak_bytes()))
+        if not self._left:
+            self._end_round()
         return result
 
-    def _in_turn(self) -> Iterator[str]:
-        """Yield the names round after round, each time from another one on."""
-        for first in itertools.count():
-            names = self._running
-            at = first % len(names)
-            yield from names[at:] + names[:at]
-
-    def _round_is_over(self) -> bool:
-        counts = {len(self._figures[name]) for name in self._running}
-        return len(counts) == 1 and min(counts) > self._steps * (1 + self._again)
+    def _end_round(self) -> None:
+        """Choose if there were enough rounds, else begin another one with the next candidate."""
+        self._round += 1
+        if self._round >= self._rounds:
+            self._choose()
+        at = self._round % len(self._running)
+        self._left = self._running[at:] + self._running[:at]
 
     def _choose(self) -> None:
         """Compare figures with all ranks; choose, unless candidates need more steps."""
         figures = {name: mine[1:] for name, mine in self._figures.items()}
-        ranks = [json.loads(text) for text in self._meeting.meet("the choice", json.dumps(figures))]
-        found = combine(ranks, self._bound, self._running)
+        estimates = {name: self._estimates(name) for name in self.candidates}
+        mine = json.dumps([figures, {n: [e.as_dict() for e in es] for n, es in estimates.items()}])
+        ranks = [json.loads(text) for text in self._meeting.meet("the choice", mine)]
+        found = combine([theirs for theirs, _ in ranks], self._bound, self._running)
         if any(c.step_ms == math.inf for c in found):
             return  # ranks still compile: another round
         best = best_of(found)
         close = [c.name for c in found if c.fits and c.relative <= _CLOSE * best.relative]
-        if best.fits and len(close) > 1 and not self._again:
-            self._running, self._again = close, True
+        if best.fits and len(close) > 1 and self._rounds == 1 + self._steps:
+            self._running, self._rounds = close, self._round + self._steps
             return
-        estimates = {name: self._estimates(name) for name in self.candidates}
-        known = [(estimates[c.name], c.graphs_ms) for c in found if estimates[c.name]]
-        factors = fit_factors(known)
-        for i, c in enumerate(found):
-            of = estimates[c.name]
-            if of and factors:
-                found[i] = replace(
-                    c,
-                    estimated_ms=sum(e.step_ms for e in of),
-                    estimated_bytes=max(e.peak_bytes for e in of),
-                    corrected_ms=corrected_ms(of, factors),
-                )
-        steps, size = len(figures[best.name]), self._meeting.size
-        bits = self._bits_depend()
-        self._keep(TuneReport(best.name, tuple(found), steps, size, self._bound, bits, factors))
+        # Rank 0's estimates on all ranks: they plan with the factors, and have to plan alike.
+        first = {n: [EstimateReport(**e) for e in es] for n, es in ranks[0][1].items()}
+        found, factors = correct(found, first)
+        steps, size, bits = len(figures[best.name]), self._meeting.size, self._bits_depend()
+        report = TuneReport(best.name, tuple(found), steps, size, self._bound, bits, factors)
+        self._keep(report)
         if self._key:
-            assert self.report is not None
-            record.save(self._key, self.report)
+            record.save(self._key, report)
         if not best.fits:
             warnings.warn(
                 f"no candidate keeps the bound of {self._bound} bytes; {best.name!r} needs least, "
                 f"{best.peak_bytes}",
                 BoundNotKeptWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _look_up(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -264,7 +250,7 @@ class Tuner:
                 del versions[name]
 
     def _estimates(self, name: str) -> list[EstimateReport]:
-        """Return the estimates of a candidate's forward and backward graphs."""
+        """Return this rank's estimates of a candidate's forward and backward graphs."""
         candidate = self.candidates[name]
         if not isinstance(candidate, BucketingBackend):
             return []
