@@ -40,12 +40,14 @@ from pages import code_of  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
+from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
 from torchtitan.experiments.graph_trainer import registry, simple_fsdp  # noqa: E402
 from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes  # noqa: E402
 
 from benchmarks import parity, titan_train  # noqa: E402
 from torch_ext_bucketing import hooks  # noqa: E402
+from torch_ext_bucketing.errors import EagerOptimizerWarning  # noqa: E402
 from torch_ext_bucketing.fsdp.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
@@ -58,6 +60,7 @@ from torch_ext_bucketing.planner.schedule.memory import PeakMemory  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.trainers import torchtitan  # noqa: E402
+from torch_ext_bucketing.trainers.torchtitan_step import check_trainer  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -327,6 +330,29 @@ def test_the_documented_config(fake_world):
     assert scope["llama3_8b"]().compile.pass_pipeline in registry.PASS_PIPELINE_REGISTRY
 
 
+def _trainer(*optimizers, pipeline=False, without=("cudagraph_pass",)):
+    steps = object.__new__(OptimizersContainer)
+    steps.optimizers = list(optimizers)
+    settings = SimpleNamespace(compile=SimpleNamespace(disable_passes=list(without)))
+    dims = SimpleNamespace(pp_enabled=pipeline)
+    return SimpleNamespace(optimizers=steps, config=settings, parallel_dims=dims)
+
+
+def test_optimizers_that_no_graph_can_update_with_are_named():
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    assert check_trainer(_trainer(torch.optim.AdamW(weights)))
+    with pytest.warns(EagerOptimizerWarning, match="Adagrad has no rule"):
+        assert not check_trainer(_trainer(torch.optim.Adagrad(weights)))
+
+
+def test_an_optimizer_in_the_graph_needs_one_graph_that_reads_learning_rates():
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="pipeline"):
+        check_trainer(_trainer(adam, pipeline=True))
+    with pytest.raises(ValueError, match="disable_passes"):
+        check_trainer(_trainer(adam, without=()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "ranks", "equal"),
@@ -337,10 +363,11 @@ def test_the_documented_config(fake_world):
             4,
             "10 of 10 eager",
         ),
+        ("--ways theirs step --gather float32", 2, "10 of 10 theirs"),
     ],
 )
 def test_their_train_py_trains_to_the_same_bits(monkeypatch, capsys, options, ranks, equal):
-    """Killed and resumed, and in pipelines."""
+    """Killed and resumed, in pipelines, and with clipping and the optimizer in the graph."""
     monkeypatch.setattr(titan_train, "RANKS", ranks)
     assert titan_train.main(options.split()) == 0
     assert equal in capsys.readouterr().out
