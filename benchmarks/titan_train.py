@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--gather", nargs="+", choices=GATHERED, default=GATHERED)
     parser.add_argument("--pipeline", metavar="SCHEDULE:MICROBATCHES", default="")
+    parser.add_argument("--microbatches", type=int, default=1, help="of two samples")
     parser.add_argument("--mib", type=float, help="bounds what a rank of ours holds")
     add_json(parser)
     args = parser.parse_args(argv)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _assets(Path(name))
             for way in args.ways:
                 began = time.monotonic()
-                losses, stages = _run(Path(name), way, gathered, args.pipeline)
+                losses, stages = _run(Path(name), way, gathered, args.pipeline, args.microbatches)
                 row = {"way": way, "gathered": gathered, "losses": losses, "stages": stages}
                 row["seconds"] = round(time.monotonic() - began)
                 row["equal"] = {w: _equal_steps(Path(name), way, w) for w in ways}
@@ -119,15 +120,17 @@ def _assets(folder: Path) -> None:
 
 
 def _run(
-    folder: Path, way: str, gathered: str, pipeline: str
+    folder: Path, way: str, gathered: str, pipeline: str, microbatches: int
 ) -> tuple[dict[int, float], list[str]]:
     """Run ``train.py`` on all ranks, twice if it is killed; return the result of :func:`_start`."""
     given = ["--training.mixed_precision_param", gathered]
+    if microbatches > 1:
+        given += ["--training.global_batch_size", str(2 * RANKS * microbatches)]
     if pipeline:
-        schedule, microbatches = pipeline.split(":")
+        schedule, of_stages = pipeline.split(":")
         given += ["--parallelism.pipeline_parallel_degree", "2"]
         given += ["--parallelism.pipeline_parallel_schedule", schedule]
-        given += ["--training.local_batch_size", microbatches]
+        given += ["--training.local_batch_size", of_stages]
     if way != "killed":
         return _start(folder, way, way, given)
     losses, _ = _start(folder, way, "ours", given, KILLED)

@@ -363,7 +363,7 @@ def test_an_optimizer_in_the_graph_needs_one_graph_that_reads_learning_rates():
             4,
             "10 of 10 eager",
         ),
-        ("--ways theirs step --gather float32", 2, "10 of 10 theirs"),
+        ("--ways theirs step --gather float32 --microbatches 2", 2, "10 of 10 theirs"),
     ],
 )
 def test_their_train_py_trains_to_the_same_bits(monkeypatch, capsys, options, ranks, equal):
