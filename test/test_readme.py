@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import torch_ext_bucketing as teb
 from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.tuning.candidates import candidates
 
 
 def small_model() -> Transformer:
@@ -102,7 +103,8 @@ def test_a_tuned_step(scope: dict[str, Any], tmp_path, monkeypatch):
     teb.data_parallel(scope["model"], scope["mesh"])
     scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters())
     code = code_of("recipes-and-passes")[1].replace(".sum()", ".float().sum()")
-    exec(code.replace("tune(model)", 'tune(model, compiler="aot_eager")'), scope)
+    scope["plans"] = candidates(scope["model"], "aot_eager")
+    exec(code.replace("tune(model)", "tune(model, plans)"), scope)
     before = [p.to_local().clone() for p in scope["model"].parameters()]
     scope["train_step"](torch.zeros(1, 16, dtype=torch.long))
     after = [p.to_local() for p in scope["model"].parameters()]
