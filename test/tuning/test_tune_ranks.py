@@ -1,6 +1,10 @@
 """The tuner on real gloo ranks: the same bits, failing and late ranks, records."""
 
+import ast
 import contextlib
+import multiprocessing
+import os
+import signal
 import time
 from datetime import timedelta
 
@@ -13,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from eager_parity.devices import start
 from torch_ext_bucketing.errors import TuningError
-from torch_ext_bucketing.testing.ranks import run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.training import digest
 from torch_ext_bucketing.tuning.candidates import candidates
 
@@ -36,9 +40,9 @@ def gloo(rank):
 class Training:
     """A small model's training; ``digests`` are of the weights after each step."""
 
-    def __init__(self, rank, mesh, reduce="all_to_all", compiler="aot_eager"):
+    def __init__(self, rank, mesh, reduce="all_to_all", compiler="aot_eager", dim=8):
         torch.manual_seed(0)
-        self.rank, self.model = rank.rank, TwoBlocks()
+        self.rank, self.model = rank.rank, TwoBlocks(dim)
         teb.data_parallel(self.model, mesh, param_dtype=torch.bfloat16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         units = ["layers.0", "layers.1", ""]
@@ -58,11 +62,11 @@ class Training:
         self.digests.append(digest(self.model))
 
 
-def _tunes(rank, compiler):
+def _tunes(rank, compiler, dim):
     with gloo(rank) as mesh:
-        plain = Training(rank, mesh, compiler=compiler)
+        plain = Training(rank, mesh, compiler=compiler, dim=dim)
         plain.compile(plain.candidates["units, graph's order"])
-        tuned = Training(rank, mesh, compiler=compiler)
+        tuned = Training(rank, mesh, compiler=compiler, dim=dim)
         tuner = teb.tune(tuned.model, tuned.candidates, steps=2, timeout=SOON)
         tuned.compile(tuner)
         step = tuner.step(tuned.step)
@@ -74,7 +78,7 @@ def _tunes(rank, compiler):
         assert tuned.digests == plain.digests
         # A later start: another model, compiled again.
         torch._dynamo.reset()
-        again = Training(rank, mesh, compiler=compiler)
+        again = Training(rank, mesh, compiler=compiler, dim=dim)
         later = teb.tune(again.model, again.candidates, steps=2, timeout=SOON)
         again.compile(later)
         for _ in range(3):
@@ -86,11 +90,16 @@ def _tunes(rank, compiler):
 
 
 @pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.once])]
+    ("compiler", "dim"),
+    [
+        ("aot_eager", 8),
+        ("aot_eager", 7),  # rows that two ranks can't share evenly
+        pytest.param("inductor", 8, marks=[pytest.mark.slow, pytest.mark.once]),
+    ],
 )
-def test_training_goes_on_through_it_with_the_bits_of_one_plan(compiler, tmp_path):
+def test_training_goes_on_through_it_with_the_bits_of_one_plan(compiler, dim, tmp_path):
     folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    (mine, report), other = run_ranks(_tunes, 2, compiler, timeout_s=400, environment=folder)
+    (mine, report), other = run_ranks(_tunes, 2, compiler, dim, timeout_s=400, environment=folder)
     assert other == (mine, report)
     # A step of each that compiles and two that are measured; again two of those that are close.
     first = mine.index(report.chosen) + 1
@@ -169,3 +178,54 @@ def test_a_candidate_that_does_not_compile_on_one_rank_stops_all():
         assert "rank 1 failed before the optimizer's step" in text
         assert "no compiler" in text
         assert (candidate, ranks) == ("no buckets", (1,))
+
+
+def start_ranks(function, ranks, folder):
+    """Run ``function`` on ranks that may die; return their exit codes."""
+    context = multiprocessing.get_context("spawn")
+    store, limit = str(folder / "store"), timedelta(seconds=200)
+    given = [Rank(r, ranks, store, limit, None) for r in range(ranks)]
+    processes = [context.Process(target=function, args=(r, folder)) for r in given]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(200)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _ends(rank, folder):
+    """Kill the last rank before its optimizer; the first of three comes late to that step."""
+    with gloo(rank) as mesh:
+        training = Training(rank, mesh, reduce=None)
+        tuner = teb.tune(training.model, training.candidates, steps=2, timeout=timedelta(seconds=8))
+        training.compile(tuner)
+        step = tuner.step(training.step)
+        step(), step()
+        dist.barrier()
+        whole = training.digests[-1]
+        if rank.rank == 0 and rank.world_size == 3:
+            time.sleep(3)
+        kill = rank.rank == rank.world_size - 1
+        try:
+            step(lambda: os.kill(os.getpid(), signal.SIGKILL) if kill else None)
+        except TuningError as error:
+            same = digest(training.model) == whole
+            (folder / str(rank.rank)).write_text(repr((str(error), error.ranks, same)))
+            raise
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_rank_is_named_and_no_other_has_changed_a_weight(ranks, tmp_path):
+    # run_ranks gives the others half a second once one has died, so they are started by hand.
+    killed = ranks - 1
+    found = start_ranks(_ends, ranks, tmp_path)
+    assert found[killed] == -signal.SIGKILL
+    for rank in range(killed):
+        text, guilty, same = ast.literal_eval((tmp_path / str(rank)).read_text())
+        assert f"rank {killed}" in text
+        assert killed in guilty
+        assert same
