@@ -310,6 +310,19 @@ def _expect_release(runtime: Any) -> None:
     runtime._handle_reshard = and_look
 
 
+def _expect_updated(container: Any) -> None:
+    """Check that the graph has updated: torchtitan's optimizers find no gradients."""
+    step = container.step
+
+    def and_look(self: Any) -> None:
+        left = [p for o in self for g in o.param_groups for p in g["params"] if p.grad is not None]
+        if left:
+            raise AssertionError(f"{len(left)} parameters have gradients that no graph has used")
+        step(self)
+
+    container.step = and_look
+
+
 def _train() -> None:
     """Run torchtitan's ``train.py`` with the arguments of this process."""
     import torch
@@ -341,6 +354,9 @@ def _train() -> None:
     if "ours" in sys.argv:
         runner = "torchtitan.experiments.graph_trainer.graph_pp.runner"
         _expect_release(importlib.import_module(runner).GraphPipelineRuntime)
+    if "step" in sys.argv:
+        optimizer = importlib.import_module("torchtitan.components.optimizer")
+        _expect_updated(optimizer.OptimizersContainer)
     runpy.run_module("torchtitan.train", run_name="__main__")
 
 
