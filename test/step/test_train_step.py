@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from sharded_models import eager_fsdp2, small_transformer, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torch_ext_bucketing as teb
 from eager_parity.steps import state_digest
@@ -259,6 +260,23 @@ def test_another_optimizer_runs_eagerly_with_a_warning(model):
     assert digest(model) != before
     assert all(p.grad is None for p in model.parameters())
     assert step.total_norm is not None
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_hooks_of_a_step_are_called_by_it(model, of_all):
+    called = []
+    optimizer = adamw(model)
+    if of_all:
+        handle = register_optimizer_step_post_hook(lambda *_: called.append(1))
+    else:
+        handle = optimizer.register_step_post_hook(lambda *_: called.append(1))
+    try:
+        with pytest.warns(EagerOptimizerWarning, match="hooks"):
+            _, nodes = planned(model, optimizer)
+    finally:
+        handle.remove()
+    assert called
+    assert not any(n.target is UPDATE for n in nodes)
 
 
 def test_parameters_of_no_optimizer_keep_their_gradients(model):

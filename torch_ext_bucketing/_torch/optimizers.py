@@ -1,4 +1,4 @@
-"""Make an optimizer's state before its first step."""
+"""Make an optimizer's state before its first step, and find its hooks."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def make_state(
         make(alone, *([] for _ in range(lists)))
     finally:
         parameter.grad = given
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``step()`` calls hooks of the optimizer, or of all optimizers."""
+    with private_torch():
+        from torch.optim import optimizer as common
+
+        hooks: tuple[Any, ...] = (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            common._global_optimizer_pre_hooks,
+            common._global_optimizer_post_hooks,
+        )
+    return any(hooks)

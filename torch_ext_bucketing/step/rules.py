@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from .._torch.optimizers import make_state
+from .._torch.optimizers import has_hooks, make_state
 
 _library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
 _library.define(
@@ -178,9 +178,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str | None:
 
     A subclass may have another step, and hooks are called by ``step()`` alone.
     """
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    return None if differentiable or any(hooks) else RULES.get(type(optimizer))
+    return None if differentiable or has_hooks(optimizer) else RULES.get(type(optimizer))
 
 
 def state_of(
