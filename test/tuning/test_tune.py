@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
 from torch._inductor.utils import fresh_cache
 from torch.compiler._cache import CacheArtifactManager
 
@@ -318,6 +319,19 @@ def test_a_choice_travels_in_cache_artifacts(monkeypatch):
             assert t.tuner.report.from_cache
             saved = torch.compiler.save_cache_artifacts()  # and on from there
         assert saved is not None
+
+
+def test_a_choice_is_taken_from_a_folder_that_can_not_be_written(monkeypatch):
+    def write(self):
+        raise PermissionError(self.key)
+
+    with fresh_cache():
+        Training(monkeypatch, {"a": 30.0, "b": 10.0}, steps=1).until_chosen()
+        torch._dynamo.reset()
+        monkeypatch.setattr(AutotuneCacheArtifact, "populate_cache", write)
+        t = Training(monkeypatch, {"a": 1.0, "b": 2.0}, steps=1)
+        assert t.until_chosen() == 1
+        assert t.tuner.report.from_cache
 
 
 def test_the_bound_reaches_the_default_candidates(monkeypatch):

@@ -43,12 +43,13 @@ def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     return found
 
 
-def keep_json(name: str, data: Any) -> None:
-    """Write a file in Inductor's cache folder, whole or not at all, and to its artifacts.
+def keep_json(name: str, data: Any, is_written: bool = False) -> None:
+    """Add a file of Inductor's cache folder to its artifacts; write it, whole or not at all.
 
     Args:
         name: of the file, under :func:`cache_dir`.
         data: anything of JSON.
+        is_written: whether the file is there already.
     """
     with private_torch():
         from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact as Artifact
@@ -57,5 +58,6 @@ def keep_json(name: str, data: Any) -> None:
     # Artifacts of autotuning are JSON files under a name in the folder. A type of our own would be
     # unknown to a process that loads artifacts before it imports this package, and torch then drops
     # all of them.
-    Artifact(name, Artifact.encode(data)).populate_cache()
+    if not is_written:
+        Artifact(name, Artifact.encode(data)).populate_cache()
     CacheArtifactManager.record_artifact(Artifact.type(), name, data)

@@ -184,8 +184,8 @@ def train_step(
     Raises:
         TypeError: ``model``, ``optimizer`` or ``loss`` is something else.
         ValueError: an optimizer has parameters that are not the model's or another one's, or needs
-            a closure;
-            ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given without.
+            a closure; ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given
+            without.
     """
     one = isinstance(optimizer, torch.optim.Optimizer)
     optimizers = [optimizer] if one else list(optimizer) if isinstance(optimizer, Sequence) else []

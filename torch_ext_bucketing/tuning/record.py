@@ -55,7 +55,8 @@ def load(key: str) -> TuneReport | None:
         report = TuneReport.from_dict(json.loads(text))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    save(key, report)  # so that it travels on
+    # So that it travels on. The folder may be read-only here.
+    keep_json(_name(key), report.as_dict(), is_written=True)
     return report
 
 
