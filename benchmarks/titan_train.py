@@ -68,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mib", type=float, help="bounds what a rank of ours holds")
     add_json(parser)
     args = parser.parse_args(argv)
-    if args.mib is not None:
-        os.environ[MIB] = str(args.mib)
+    environment = {} if args.mib is None else {MIB: str(args.mib)}
     rows: list[dict[str, Any]] = []
     for gathered in args.gather:
         ways: list[str] = []
@@ -77,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _assets(Path(name))
             for way in args.ways:
                 began = time.monotonic()
-                losses, stages = _run(Path(name), way, gathered, args.pipeline, args.microbatches)
+                given = _given(gathered, args.pipeline, args.microbatches)
+                losses, stages = _run(Path(name), way, given, environment)
                 row = {"way": way, "gathered": gathered, "losses": losses, "stages": stages}
                 row["seconds"] = round(time.monotonic() - began)
                 row["equal"] = {w: _equal_steps(Path(name), way, w) for w in ways}
@@ -119,10 +119,8 @@ def _assets(folder: Path) -> None:
     (folder / "text" / "text.json").write_text("\n".join(lines))
 
 
-def _run(
-    folder: Path, way: str, gathered: str, pipeline: str, microbatches: int
-) -> tuple[dict[int, float], list[str]]:
-    """Run ``train.py`` on all ranks, twice if it is killed; return the result of :func:`_start`."""
+def _given(gathered: str, pipeline: str, microbatches: int) -> list[str]:
+    """Return the options of ``train.py``."""
     given = ["--training.mixed_precision_param", gathered]
     if microbatches > 1:
         given += ["--training.global_batch_size", str(2 * RANKS * microbatches)]
@@ -131,15 +129,27 @@ def _run(
         given += ["--parallelism.pipeline_parallel_degree", "2"]
         given += ["--parallelism.pipeline_parallel_schedule", schedule]
         given += ["--training.local_batch_size", of_stages]
+    return given
+
+
+def _run(
+    folder: Path, way: str, given: list[str], environment: dict[str, str]
+) -> tuple[dict[int, float], list[str]]:
+    """Run ``train.py`` on all ranks, twice if it is killed; return the result of :func:`_start`."""
     if way != "killed":
-        return _start(folder, way, way, given)
-    losses, _ = _start(folder, way, "ours", given, KILLED)
-    again, stages = _start(folder, way, "ours", given)
+        return _start(folder, way, way, given, environment)
+    losses, _ = _start(folder, way, "ours", given, environment, KILLED)
+    again, stages = _start(folder, way, "ours", given, environment)
     return losses | again, stages
 
 
 def _start(
-    folder: Path, way: str, config: str, given: list[str], killed: int | None = None
+    folder: Path,
+    way: str,
+    config: str,
+    given: list[str],
+    environment: dict[str, str],
+    killed: int | None = None,
 ) -> tuple[dict[int, float], list[str]]:
     """Run ``train.py`` on all ranks under a config function of this module.
 
@@ -153,13 +163,12 @@ def _start(
     command += ["--module", "benchmarks.titan_train", "--config", config]
     command += ["--hf_assets_path", str(folder), "--dataloader.dataset_path", str(folder / "text")]
     command += ["--dump_folder", str(folder / way), *given]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     losses: dict[int, float] = {}
     lines, ranks = [], []
     stages: set[str] = set()
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
