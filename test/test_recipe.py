@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from collective_graphs import fake_group
 from sharded_models import TwoBlocks, eager_fsdp2, small_transformer, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -9,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.manual import manual_plan
 from torch_ext_bucketing.fsdp.units import abbreviated
+from torch_ext_bucketing.planner.passes.step_memory import check_bound
 
 MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
 
@@ -128,8 +130,8 @@ def test_a_reference_gives_units_and_order(fake_world):
     assert "BucketByUnit(FSDPParamOrder.from_fsdp(model))" in repr(passes)
 
 
-def flat(mesh):
-    return teb.data_parallel(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh)
+def flat(mesh, rows=4):
+    return teb.data_parallel(torch.nn.Sequential(torch.nn.Linear(rows, rows)), mesh)
 
 
 BAD = {
@@ -183,6 +185,27 @@ def test_one_bound_for_the_memory_of_a_step(fake_world, goal):
         p.grad = torch.zeros_like(p)
     adam.step()  # which creates its state
     assert teb.recipe(model, memory=memory, optimizer=adam)[1].state_bytes == 8 * elements
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_bound_leaves_ranks_with_uneven_shards_the_same(stepped):
+    """Ranks compare what they chose, and under how many bytes."""
+    found = []
+    for rank in (0, 3):
+        with fake_group(4, rank):
+            model = flat(init_device_mesh("cpu", (4,)), 6)
+            adam = torch.optim.AdamW(model.parameters())
+            if stepped:
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+                adam.step()  # which creates its state
+            memory = teb.PeakMemory(gib=1)
+            numel = sum(p.to_local().numel() for p in model.parameters())
+            given = ({}, {"optimizer": adam}, {"state_bytes_per_parameter": 2})
+            lists = [teb.recipe(model, "speed", memory=memory, **options) for options in given]
+            found.append(([p[1].state_bytes for p in lists], check_bound(model, memory, 0)))
+            assert numel == (14 if rank == 0 else 0)
+    assert found == [([8 * 14, 8 * 14, 2 * 14], 2**30 - 2 * 4 * 14)] * 2
 
 
 def test_speed_needs_no_blocks(fake_world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -40,6 +41,26 @@ def shard_of(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a parameter; a plain parameter itself."""
     local: torch.Tensor = getattr(tensor, _SHARD, tensor)
     return local
+
+
+def largest_shard_numel(tensor: Any) -> int:
+    """Return the number of elements of a parameter's shard on the rank that has most."""
+    if not isinstance(tensor, DTensor):
+        return int(tensor.numel())
+    sizes = list(tensor.shape)
+    for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        # A strided shard is not a Shard in every torch, but has its dimension, too.
+        if (dim := getattr(placement, "dim", None)) is not None:
+            sizes[dim] = -(-sizes[dim] // ranks)
+    return math.prod(sizes)
+
+
+def largest_shard_bytes(tensor: Any) -> int:
+    """Return the bytes of a parameter's shard on the rank that has most.
+
+    Bounds on memory count these: they are alike on every rank, and so are plans.
+    """
+    return largest_shard_numel(tensor) * shard_of(tensor).element_size()
 
 
 def sharded_dims(tensor: Any) -> tuple[tuple[Any, int], ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..._torch.sharded import shard_of
+from ..._torch.sharded import largest_shard_bytes, largest_shard_numel
 from ...errors import BoundNotKeptWarning
 from ...passes.compilation import Compilation
 from ...reports.keep import KeepReport
@@ -26,7 +26,7 @@ def state_bytes(
     optimizer: torch.optim.Optimizer | None = None,
     per_parameter: float | None = None,
 ) -> int:
-    """Return the bytes of optimizer state on this rank, for a model that may be sharded.
+    """Return the bytes of optimizer state on the rank that has most, if the model is sharded.
 
     Args:
         optimizer: read only. If it has no state yet, an optimizer of its class takes a step on a
@@ -43,7 +43,8 @@ def state_bytes(
         raise ValueError(f"state_bytes_per_parameter must not be negative, got {per_parameter!r}")
     if optimizer is None:
         each = 8.0 if per_parameter is None else per_parameter
-        return int(each * sum(shard_of(p).numel() for p in model.parameters() if p.requires_grad))
+        trained = (p for p in model.parameters() if p.requires_grad)
+        return int(each * sum(map(largest_shard_numel, trained)))
     if optimizer.state:
         return sum(map(_tensor_bytes, optimizer.state.values()))
     found = 0.0
@@ -56,21 +57,21 @@ def state_bytes(
             like.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
             like.step()
             each = sum(map(_tensor_bytes, like.state.values())) / probe.numel()
-            shards = (shard_of(p) for p in group["params"] if p.dtype == dtype)
-            found += each * sum(s.numel() for s in shards)
+            alike = (p for p in group["params"] if p.dtype == dtype)
+            found += each * sum(map(largest_shard_numel, alike))
     return int(found)
 
 
 def _tensor_bytes(state: dict[str, object]) -> int:
-    tensors = [shard_of(v) for v in state.values() if isinstance(v, torch.Tensor)]
-    return sum(t.nbytes for t in tensors if t.dim())  # without the step counter
+    tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
+    return sum(largest_shard_bytes(t) for t in tensors if t.dim())  # without the step counter
 
 
 def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
     """Return the bytes that ``memory`` leaves for activations and gathered parameters.
 
     That is the bound without shards, their gradients, buffers and ``state`` bytes of optimizer
-    state; 0 if the bound is a ratio.
+    state, each on the rank that has most; 0 if the bound is a ratio.
 
     Raises:
         ValueError: the bound is below what these need.
@@ -78,13 +79,13 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
     if memory.gib is None:
         return 0
     bound = memory.limit_bytes(0)
-    parameters = sum(shard_of(p).nbytes for p in model.parameters())
-    gradients = sum(shard_of(p).nbytes for p in model.parameters() if p.requires_grad)
-    buffers = sum(shard_of(b).nbytes for b in model.buffers())
+    parameters = sum(largest_shard_bytes(p) for p in model.parameters())
+    gradients = sum(largest_shard_bytes(p) for p in model.parameters() if p.requires_grad)
+    buffers = sum(largest_shard_bytes(b) for b in model.buffers())
     least = parameters + gradients + buffers + state
     if least > bound:
         raise ValueError(
-            f"memory={memory!r} is less than this rank needs before any activation, "
+            f"memory={memory!r} is less than a rank needs before any activation, "
             f"{size_text(least)}: {size_text(parameters)} of parameters, {size_text(gradients)} of "
             f"gradients, {size_text(state)} of optimizer state, {size_text(buffers)} of buffers. "
             "Shard over more ranks, or give a larger bound"
