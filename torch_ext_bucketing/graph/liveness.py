@@ -24,6 +24,7 @@ from .dependencies import Dependencies
 from .size_hints import SizeHints
 from .tags import buffer_bytes
 from .uneven import ShardSide, shard_side
+from .work import work_of
 from .writes import written_values
 
 _NEVER = 2**62  # uses of a storage that is never freed
@@ -60,9 +61,12 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: SizeHints) -> int:
-    """Return the bytes of a storage of ``node``; of an uneven shard, those of the largest rank."""
+    """Return the bytes of a storage of ``node``; where ranks differ, those of the largest one."""
     if node in side.nodes:
         return side.elements.get(node, 0) * value.itemsize
+    work = work_of(node)
+    if work is not None:
+        return work.result
     return hints(value.untyped_storage().nbytes())
 
 

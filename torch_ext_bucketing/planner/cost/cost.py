@@ -33,6 +33,7 @@ from ...graph.collectives import (
 )
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
+from ...graph.work import work_of
 from ...graph.writes import written_values
 from .machine import H100, Machine
 from .network import is_time
@@ -68,6 +69,11 @@ class Costs:
         given = self._estimated(node, None)
         if given is not None:
             return given
+        work = work_of(node)
+        if work is not None:
+            rate = machine.flops.get("bfloat16", machine.other_flops)
+            ms = work.flops / rate * 1e3 * self._factor("kernel")
+            return max(self.kernel(work.moved), ms)
         inputs = sum(map(self.result_bytes, node.all_input_nodes))
         if node.target is _SLICE_COPY:
             inputs = self.result_bytes(node)  # the rest is not read
@@ -227,6 +233,9 @@ class Costs:
 
     def result_bytes(self, node: fx.Node) -> int:
         """Count the bytes of the tensors that a node returns."""
+        work = work_of(node)
+        if work is not None:
+            return work.result
         tensors = tensors_in(node.meta.get("val"))
         return sum(self.hints(t.numel()) * t.dtype.itemsize for t in tensors)
 
