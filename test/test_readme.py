@@ -138,6 +138,15 @@ def test_rank_order(scope: dict[str, Any]):
     assert "FixedOrderReduce" in repr(scope["passes"])
 
 
+def test_muon(scope: dict[str, Any]):
+    teb.data_parallel(scope["model"], scope["mesh"])
+    scope["batches"] = [torch.zeros(1, 16, dtype=torch.long)]
+    scope["loss"] = lambda model, tokens: model(tokens).float().sum()
+    code = code_of("muon")[0].replace("recipe(model))", 'recipe(model), compiler="aot_eager")')
+    exec(code, scope)
+    assert "14 matrices on 4 ranks" in scope["report"].to_text()
+
+
 def test_extending(scope: dict[str, Any], capsys):
     teb.data_parallel(scope["model"], scope["mesh"])
     own_pass, machine = code_of("extending")
@@ -190,7 +199,7 @@ def test_hooks(scope: dict[str, Any]):
 # Their own tests run the code of these pages, or they have none.
 ELSEWHERE = {"torchtitan", "training-script", "api", "8-bit-gathers", "limits"}
 HERE = {"getting-started", "reports-and-tools", "recipes-and-passes", "memory", "hooks"}
-HERE |= {"rank-order-reductions", "extending"}
+HERE |= {"rank-order-reductions", "extending", "muon"}
 
 
 @pytest.mark.once

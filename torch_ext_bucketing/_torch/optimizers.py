@@ -1,4 +1,4 @@
-"""Make an optimizer's state before its first step, and find its hooks."""
+"""Make an optimizer's state before its first step, find its hooks, and run Muon's functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .private import private_torch
 
@@ -37,3 +38,19 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
             common._global_optimizer_post_hooks,
         )
     return any(hooks)
+
+
+def newton_schulz(
+    matrix: Tensor, coefficients: tuple[float, ...], steps: int, eps: float
+) -> Tensor:
+    """Orthogonalize a matrix in bfloat16 as ``torch.optim.Muon`` does; may change it."""
+    with private_torch():
+        from torch.optim._muon import _zeropower_via_newtonschulz as run
+    return run(matrix, coefficients, steps, eps)  # type: ignore[arg-type,no-any-return]
+
+
+def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
+    """Return the learning rate that ``torch.optim.Muon`` takes for a matrix of a shape."""
+    with private_torch():
+        from torch.optim._muon import _adjust_lr as adjust
+    return float(adjust(lr, how, shape))

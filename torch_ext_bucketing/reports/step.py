@@ -10,6 +10,33 @@ from .text import sizes_text
 
 
 @dataclass(frozen=True)
+class Owners:
+    """The matrices of one mesh. One rank computes each of them.
+
+    Args:
+        matrices: their number.
+        ranks: number of ranks of the mesh.
+        idle: ranks that own none.
+        balance: work of the busiest rank over the mean.
+        exchanges: number of buckets of matrices.
+    """
+
+    matrices: int
+    ranks: int
+    idle: int
+    balance: float
+    exchanges: int
+
+    def to_text(self) -> str:
+        """Format one line."""
+        idle = f", {self.idle} without one" if self.idle else ""
+        return (
+            f"{self.matrices} matrices on {self.ranks} ranks{idle}, exchanged {self.exchanges} "
+            f"times; the busiest rank has {self.balance:.3f} of the mean work"
+        )
+
+
+@dataclass(frozen=True)
 class StepReport(RewriteReport):
     """Report of the updates in a backward graph.
 
@@ -20,6 +47,7 @@ class StepReport(RewriteReport):
         norm_reductions: number of all-reduces of the norm; None: no clipping.
         state_bytes: bytes of optimizer state that the graph reads on this rank.
         buffer_bytes: bytes that the largest update allocates while it runs.
+        owners: per mesh, what its matrices' owners do, see :class:`Owners`; empty without Muon.
     """
 
     rewrite = "optimizer"
@@ -30,6 +58,7 @@ class StepReport(RewriteReport):
     norm_reductions: int | None
     state_bytes: int
     buffer_bytes: int
+    owners: tuple[Owners, ...] = ()
     left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
@@ -39,6 +68,7 @@ class StepReport(RewriteReport):
             f"{self.gradients} gradients, {number} updated here in {len(self.updates)} calls",
             f"optimizer state {state}, buffers of an update at most {buffers}",
         ]
+        lines += [of.to_text() for of in self.owners]
         if self.norm_reductions is None:
             return [*lines, "each update follows its gradients' reduction, which frees them"]
         return [

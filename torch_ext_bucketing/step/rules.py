@@ -151,6 +151,23 @@ def _run_sgd(
             buffer.copy_(made)
 
 
+@dataclass(frozen=True)
+class MatrixRule(Rule):
+    """An optimizer whose update is a function of whole matrices (:mod:`.matrix`)."""
+
+    def numbers_of(self, group: Mapping[str, Any]) -> list[float]:
+        """Return the numbers of a group; an lr that is a tensor is read, as the optimizer does."""
+        return [float(group[name]) for name in self.numbers]
+
+    def options_of(self, group: Mapping[str, Any]) -> str:
+        """Return the options of a group as text."""
+        return repr([group[name] for name in self.options])
+
+
+def _run_nothing(*args: Any) -> None:
+    raise AssertionError("matrices have nodes of their own")
+
+
 _ADAM = Rule(
     ("lr", "betas", "eps", "weight_decay"),
     ("amsgrad", "maximize", "foreach", "capturable", "fused", "decoupled_weight_decay"),
@@ -165,12 +182,21 @@ _SGD = Rule(
     _sgd_copies,
     _run_sgd,
 )
+MUON_OPTIONS = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_MUON = MatrixRule(
+    ("lr", "momentum", "weight_decay"),
+    MUON_OPTIONS,
+    lambda group: ("momentum_buffer",),
+    lambda group: 0,
+    _run_nothing,
+)
 RULES: dict[type, str] = {
     torch.optim.Adam: "adam",
     torch.optim.AdamW: "adam",
     torch.optim.SGD: "sgd",
+    torch.optim.Muon: "muon",
 }
-BY_NAME = {"adam": _ADAM, "sgd": _SGD}
+BY_NAME = {"adam": _ADAM, "sgd": _SGD, "muon": _MUON}
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> str | None:

@@ -54,10 +54,12 @@ class TrainStep:
         loss: Loss,
         norm: Norm | None,
         make_backend: Callable[[Callable[[], Epilogue] | None], _StepBackend],
+        exchange_bytes: int,
     ) -> None:
         self.model, self.optimizers = model, tuple(optimizers)
         self.total_norm: torch.Tensor | None = None
         self._loss, self._norm, self._make_backend = loss, norm, make_backend
+        self._exchange_bytes = exchange_bytes
         self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
         self._accumulating: Loss | None = None
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
@@ -130,9 +132,8 @@ class TrainStep:
         options = [(g.rule_name, g.rule.key(g.given), len(g.given["params"])) for g in groups]
         key = (accumulated, *options)
         if key not in self._made:
-            backend = self._make_backend(
-                lambda: Epilogue.of(self.model, self.optimizers, self._norm, accumulated)
-            )
+            given = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
+            backend = self._make_backend(lambda: Epilogue.of(*given))
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]
@@ -146,6 +147,7 @@ def train_step(
     max_norm: float | None = None,
     norm_type: float = 2.0,
     skip_nonfinite: bool = False,
+    exchange_bytes: int = 256 << 20,
     passes: Iterable[GraphPass] | None = None,
     compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
     **options: Any,
@@ -166,9 +168,17 @@ def train_step(
     Gradients that are there before a step, of earlier microbatches, are added; afterwards all that
     the optimizer used are None.
 
-    The optimizer may be ``Adam``, ``AdamW`` or ``SGD``, with any groups. Its own functions update,
-    so ``fused``, ``foreach`` and neither give the bits that each gives eagerly. Numbers such as the
-    learning rate are read before every step. Any other optimizer runs eagerly after the graphs.
+    The optimizer may be ``Adam``, ``AdamW``, ``SGD`` or ``Muon``, with any groups. Its own
+    functions update, so ``fused``, ``foreach`` and neither give the bits that each gives eagerly.
+    Numbers such as the learning rate are read before every step. Any other optimizer runs eagerly
+    after the graphs.
+
+    ``Muon`` computes with whole matrices. Each matrix that is divided over a mesh, or has copies on
+    it, has one owner there: momentum goes to the owner, and the update comes back, in bfloat16 and
+    in all-to-alls of several matrices at once. Bits are those of ``Muon`` on whole parameters and
+    gradients, on any number of ranks. Give the other parameters to another optimizer::
+
+        step = train_step(model, [Muon(matrices, lr=0.02), AdamW(others)], loss)
 
     Args:
         model: sharded or replicated, as for :func:`.recipe`.
@@ -178,6 +188,8 @@ def train_step(
         max_norm: clip the norm of all gradients to this; so is ``norm_type``. None: no clipping.
         skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN.
             Waits for the norm on the host, unless the optimizer is ``fused``.
+        exchange_bytes: bytes of whole matrices, in bfloat16, that ``Muon`` brings to one rank at a
+            time. A larger matrix comes alone.
         passes: see :func:`.backend`; None takes :func:`.recipe`'s.
         compiler: see :func:`.backend`; so are ``options``.
 
@@ -185,7 +197,7 @@ def train_step(
         TypeError: ``model``, ``optimizer`` or ``loss`` is something else.
         ValueError: an optimizer has parameters that are not the model's or another one's, or needs
             a closure; ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given
-            without.
+            without; ``exchange_bytes`` is not positive.
     """
     one = isinstance(optimizer, torch.optim.Optimizer)
     optimizers = [optimizer] if one else list(optimizer) if isinstance(optimizer, Sequence) else []
@@ -201,6 +213,8 @@ def train_step(
         raise ValueError(f"max_norm must be positive, got {max_norm!r}")
     if max_norm is None and (skip_nonfinite or norm_type != 2.0):
         raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
+    if exchange_bytes < 1:
+        raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
     taken: set[torch.Tensor] = set()
     for each in optimizers:
         _check(each, model, taken)
@@ -210,7 +224,7 @@ def train_step(
     def make_backend(epilogue: Callable[[], Epilogue] | None) -> _StepBackend:
         return _StepBackend(compiler, chosen, model, epilogue=epilogue, **options)
 
-    return TrainStep(model, optimizers, loss, norm, make_backend)
+    return TrainStep(model, optimizers, loss, norm, make_backend, exchange_bytes)
 
 
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.Tensor]) -> None:

@@ -32,9 +32,10 @@ from .._torch.sharded import shard_of
 from ..fqns import parameter_names
 from ..graph.collectives import is_wait
 from ..graph.tags import buffer_bytes, set_updates, updates_of
-from ..reports.step import StepReport
+from ..reports.step import Owners, StepReport
+from .matrix import Update, append_matrices
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
-from .rules import BY_NAME, UPDATE, Rule, rule_of, state_of
+from .rules import BY_NAME, UPDATE, MatrixRule, Rule, rule_of, state_of
 
 _aten = torch.ops.aten
 _LISTS = (UPDATE, NORMS, _aten._foreach_mul_.Tensor)
@@ -103,15 +104,18 @@ class Epilogue:
         norm: how gradients are clipped; None: not at all.
         accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
         aliases: FQN in ``trained`` by other FQNs of the same parameter.
+        exchange_bytes: bytes of whole matrices that a rank may receive in one exchange.
     """
 
     trained: dict[str, Trained]
     norm: Norm | None = None
     accumulated: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    exchange_bytes: int = 256 << 20
     total_norm: torch.Tensor | None = None
     updated: list[Trained] = field(default_factory=list)
     gradients: list[Trained] = field(default_factory=list)
+    owners: tuple[Owners, ...] = ()
     ran: bool = False
     _reported: bool = False
     _shards: dict[str, fx.Node] = field(default_factory=dict)
@@ -128,6 +132,7 @@ class Epilogue:
         optimizers: Sequence[torch.optim.Optimizer],
         norm: Norm | None,
         accumulated: frozenset[str] = frozenset(),
+        exchange_bytes: int = 256 << 20,
     ) -> Epilogue:
         """Make one for all parameters of a model."""
         group_of = {p: group for group in groups_of(optimizers) for p in group.given["params"]}
@@ -137,7 +142,7 @@ class Epilogue:
             for place, (p, fqns) in enumerate(names.items())
         }
         aliases = {fqn: fqns[0] for fqns in names.values() for fqn in fqns[1:]}
-        return cls(trained, norm, accumulated, aliases)
+        return cls(trained, norm, accumulated, aliases, exchange_bytes)
 
     def append(
         self,
@@ -158,7 +163,7 @@ class Epilogue:
         reported, self._reported = self._reported, bool(self.updated)
         if reported or not self.updated:
             return None
-        updates = [n for n in graph.nodes if n.target is UPDATE]
+        updates = [n for n in graph.nodes if updates_of(n)]
         reductions = None
         if self.norm is not None:
             parameters = [p.parameter for p in self.gradients]
@@ -169,7 +174,8 @@ class Epilogue:
             norm_kernels=sum(n.target is NORMS for n in graph.nodes),
             norm_reductions=reductions,
             state_bytes=self.extra_bytes,
-            buffer_bytes=max(map(buffer_bytes, updates), default=0),
+            buffer_bytes=max(map(buffer_bytes, graph.nodes), default=0),
+            owners=self.owners,
         )
 
     @property
@@ -302,7 +308,7 @@ class _Appending:
         fresh = None
         if any(p.group and p.group.copies_at_first and p.group.names for p in epilogue.updated):
             fresh = self._input("fresh", lambda: epilogue._fresh)
-        shards = {}
+        shards, matrices = {}, []
         for p in epilogue.updated:
             group = p.group
             assert group is not None
@@ -311,12 +317,18 @@ class _Appending:
                 self._input(f"{p.fqn}.{name}", functools.partial(epilogue.state, p.fqn, k))
                 for k, name in enumerate(group.names)
             ]
+            if isinstance(group.rule, MatrixRule):
+                nodes = (shard, gradients[p], *state, numbers[group][0])
+                matrices.append(Update(p.fqn, p.parameter, group.given, *nodes))
+                continue
             first = fresh if group.copies_at_first else None
             given = (*numbers[group], skip, first, [p.place], group.rule_name)
             options = group.rule.options_of(group.given)
             node = self.call(UPDATE, [shard], [gradients[p]], state, *given, options)
             nbytes = group.rule.copies(group.given) * shard_of(p.parameter).nbytes
             set_updates(node, (p.fqn,), nbytes)
+        # Gradients of the last layers arrive first.
+        epilogue.owners = append_matrices(self.call, matrices[::-1], skip, epilogue.exchange_bytes)
         return shards
 
     def _groups(self) -> dict[Group, int]:
@@ -329,7 +341,7 @@ class _Appending:
             return torch.tensor(group.rule.numbers_of(group.given), dtype=torch.float64)
 
         node = self._input(f"numbers_{i}", read)
-        if not isinstance(group.given["lr"], torch.Tensor):
+        if isinstance(group.rule, MatrixRule) or not isinstance(group.given["lr"], torch.Tensor):
             return node, None
         return node, self._input(f"lr_{i}", lambda: group.given["lr"])
 

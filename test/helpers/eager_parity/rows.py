@@ -235,6 +235,21 @@ def _steps() -> Iterator[Row]:
     yield Row("step/clip/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL, **clipped)
 
 
+def _muon() -> Iterator[Row]:
+    """Return rows with Muon for matrices, against torch's on whole ones."""
+    muon: dict[str, Any] = {"optimizer": "muon"}
+    clipped = {**muon, "max_norm": 0.5}
+    yield Row("muon/fsdp", "llama", **muon)
+    yield Row("muon/clip", "llama", **clipped)
+    yield Row("muon/hsdp", "llama", mesh=(2, 2), mode="hybrid_shard", **clipped)
+    for model in ("moe", "uneven", "tied"):
+        yield Row(f"muon/{model}", model, **clipped)
+    yield Row("muon/inductor", "llama", backend="inductor", **clipped)
+    yield Row("muon/accumulate", "llama", microbatches=3, **muon)
+    tensor = {**_TENSOR, **clipped, "mesh": (2, 2)}
+    yield Row("muon/fsdp2_tp2_sp", tensor="module+sequence", **tensor)
+
+
 _OPTIMIZERS = ("adamw", "adamw_fused", "adamw_single", "adam", "sgd")
 
 
@@ -287,6 +302,7 @@ ROWS: tuple[Row, ...] = (
     Row("graph_trainer/deepseek_v3_experts", "deepseek_v3", expert=2, **_TRAINER),
     *_spmd_types(),
     *_steps(),
+    *_muon(),
     *(
         Row(f"reshard_to/{model}", model, to=2)
         for model in ("llama", "moe", "vit", "uneven", "tied_chunked", "checkpointed")

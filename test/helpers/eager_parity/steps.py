@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from whole_muon import WholeMuon
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.sharded import shard_of
@@ -28,12 +29,49 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+class Several:
+    """Optimizers that step together."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {p: s for each in self.optimizers for p, s in each.state.items()}
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.optimizers:
+            each.zero_grad()
+
+
+def make_optimizers(name: str, model: nn.Module, muon: type[torch.optim.Muon]) -> Several:
+    """Make the optimizers of a row.
+
+    ``"muon"`` is ``muon`` for matrices, and AdamW for embeddings, what is tied to them, stacks of
+    experts and vectors.
+    """
+    if name != "muon":
+        return Several(make_optimizer(name, list(model.parameters())))
+    tables = {
+        p for m in model.modules() if isinstance(m, nn.Embedding) for p in m._parameters.values()
+    }
+    parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        parts[parameter.ndim == 2 and parameter not in tables].append(parameter)
+    return Several(muon(parts[True], lr=0.02), make_optimizer("adamw", parts[False]))
+
+
+def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Make an optimizer with a group for weights and one for the rest, which does not decay."""
     kind, options = OPTIMIZERS[name]
     groups: dict[bool, list[nn.Parameter]] = {}
     # No foreach kernel takes DTensors and other tensors; a model cut by hand has both.
-    for parameter in model.parameters():
+    for parameter in parameters:
         groups.setdefault(parameter.ndim > 1, []).append(parameter)
     given = [
         {"params": params, "weight_decay": 0.1 if wide else 0.0} for wide, params in groups.items()
@@ -41,7 +79,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return kind(given, **options)
 
 
-def state_digest(optimizer: torch.optim.Optimizer) -> str:
+def state_digest(optimizer: torch.optim.Optimizer | Several) -> str:
     """Return the SHA-256 (hex) of the state: names, classes, dtypes, shapes and bytes."""
     total = hashlib.sha256()
     for group in optimizer.param_groups:
@@ -58,7 +96,7 @@ class StepRuns(Runs):
 
     def run_eager(self, report: RowReport) -> nn.Module:
         eager = self.eager()
-        optimizer = make_optimizer(self.row.optimizer, eager)
+        optimizer = make_optimizers(self.row.optimizer, eager, WholeMuon)
 
         def step(number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             for part in range(self.row.microbatches):
@@ -93,10 +131,10 @@ class StepRuns(Runs):
         inner: Any = "inductor"
         if self.row.backend == "aot_eager":
             inner, passes = tally.compile, [tally, *passes]
-        optimizer = make_optimizer(self.row.optimizer, model)
+        optimizer = make_optimizers(self.row.optimizer, model, torch.optim.Muon)
         planned = teb.train_step(
             model,
-            optimizer,
+            optimizer.optimizers,
             self.loss_function(),
             max_norm=self.row.max_norm or None,
             passes=passes,
@@ -122,7 +160,7 @@ class StepRuns(Runs):
     def run(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Several,
         step: Callable[[int], tuple[torch.Tensor, torch.Tensor | None]],
         steps: int,
         done: Trained | None = None,

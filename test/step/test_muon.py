@@ -1,0 +1,251 @@
+"""The step with Muon against torch's own on whole matrices, on real ranks and in graphs."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from sharded_models import small_transformer, tokens_of
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from whole_muon import WholeMuon
+
+import torch_ext_bucketing as teb
+from eager_parity.steps import state_digest
+from torch_ext_bucketing.graph.collectives import collective_kind, is_wait
+from torch_ext_bucketing.graph.work import work_of
+from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.reports.step import StepReport
+from torch_ext_bucketing.step import matrix
+from torch_ext_bucketing.step.matrix import ADD, ORTHOGONALIZE, SEND
+from torch_ext_bucketing.testing.ring import on_ranks
+from torch_ext_bucketing.testing.training import digest
+
+UNITS = ["blocks.0", "blocks.1", ""]
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens).float().logsumexp(-1).mean()
+
+
+def optimizers(model: nn.Module, muon=torch.optim.Muon, **options):
+    """Train the matrices of blocks by Muon; embedding, head and vectors by AdamW."""
+    parts = {
+        mine: [p for n, p in model.named_parameters() if (p.ndim == 2 and "blocks" in n) is mine]
+        for mine in (True, False)
+    }
+    adam = torch.optim.AdamW(parts[False], lr=1e-2, foreach=True)
+    return [muon(parts[True], lr=0.02, **options), adam]
+
+
+def step_of(model, of, **options):
+    given = {"compiler": "aot_eager", **options}
+    passes = teb.recipe(model, units=UNITS, reduce="all_to_all")
+    return teb.train_step(model, of, loss_of, passes=passes, **given)
+
+
+def trained(rank: int, shape, mode="fully_shard", tied=False, muon=None, **more) -> list[bool]:
+    """Take three steps, and one with a norm that is not finite where ``more`` skips these."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    start = small_transformer()
+    if tied:
+        start.output.weight = start.embed.weight
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    models = [teb.data_parallel(copy.deepcopy(start), mesh, mode) for _ in range(2)]
+    kinds = WholeMuon, torch.optim.Muon
+    both = [optimizers(m, kind, **(muon or {})) for m, kind in zip(models, kinds, strict=True)]
+    # WholeMuon has no rule: it runs after a step that updates AdamW's parameters and clips.
+    steps = [step_of(m, of, **more) for m, of in zip(models, both, strict=True)]
+    tokens, found = tokens_of(rank, 37, 2, 8), []
+    for number in range(4 if more.get("skip_nonfinite") else 3):
+        if number == 2 and more.get("skip_nonfinite"):
+            norm = models[1].norm._parameters["weight"].to_local()
+            with torch.no_grad():
+                kept = norm.clone()
+                norm.fill_(float("inf"))
+                steps[1](tokens(number))
+                norm.copy_(kept)
+            found.append(not steps[1].total_norm.isfinite().item())
+            continue
+        for step in steps:
+            step(tokens(number))
+        found.append(digest(models[0]) == digest(models[1]))
+        states = [[state_digest(o) for o in of] for of in both]
+        found.append(states[0] == states[1])
+    return found
+
+
+def uneven(rank: int) -> list[bool]:
+    """Train in one exchange, and in as many as a small cap makes."""
+    return trained(rank, (3,)) + trained(rank, (3,), exchange_bytes=1, muon={"nesterov": False})
+
+
+def clipped(rank: int) -> list[bool]:
+    """Clip, skip a step, and leave a tied embedding to AdamW."""
+    return trained(rank, (2,), tied=True, max_norm=0.1, skip_nonfinite=True)
+
+
+def copies(rank: int) -> list[bool]:
+    """Keep whole copies: owners differ, nothing goes to them, and updates go to all."""
+    return trained(rank, (2,), "replicate")
+
+
+def hybrid(rank: int) -> list[bool]:
+    """Spread owners over replicas, too."""
+    options = {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
+    return trained(rank, (2, 2), "hybrid_shard", exchange_bytes=4096, muon=options)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.EagerOptimizerWarning")
+@pytest.mark.parametrize(
+    ("function", "world"), [(uneven, 3), (clipped, 2), (copies, 2), (hybrid, 4)]
+)
+def test_bits_are_those_of_the_whole_matrices(function, world):
+    for found in on_ranks(function, world=world, timeout_s=480):
+        assert found
+        assert all(found), found
+
+
+TOKENS = torch.zeros(2, 8, dtype=torch.long)
+
+
+@pytest.fixture
+def model(fake_world):
+    torch._dynamo.reset()
+    return teb.data_parallel(small_transformer(), init_device_mesh("cpu", (fake_world,)))
+
+
+def planned(model: nn.Module, **options):
+    """Take one step; return its report and the nodes of its backward graph."""
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    step = step_of(model, optimizers(model), compiler=keep, **options)
+    step(TOKENS)
+    (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
+    return report, list(graphs[-1].nodes)
+
+
+def test_one_exchange_travels_while_another_is_computed(model):
+    # All owners have several of the 14 matrices; each exchange brings one to an owner.
+    report, nodes = planned(model, exchange_bytes=1)
+    (owners,) = report.owners
+    assert (owners.matrices, owners.ranks, owners.idle) == (14, 4, 0)
+    assert owners.exchanges >= 14 / 4
+    assert f"14 matrices on 4 ranks, exchanged {owners.exchanges} times" in report.to_text()
+    counts = [sum(n.target is t for n in nodes) for t in (SEND, ORTHOGONALIZE, ADD)]
+    assert counts == [owners.exchanges] * 3
+    forth = [n for n in nodes if collective_kind(n) == "all_to_all" and n.args[0].target is SEND]
+    assert len(forth) == owners.exchanges
+    computed = [i for i, n in enumerate(nodes) if n.target is ORTHOGONALIZE]
+    waits = {n.args[0]: i for i, n in enumerate(nodes) if is_wait(n)}
+    assert any(nodes.index(n) < computed[0] < waits[n] for n in forth)
+    updated = {f for of in report.updates for f in of}
+    assert updated == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fake_world", [32], indirect=True)
+def test_ranks_without_a_matrix_take_part(model):
+    report, nodes = planned(model)
+    (owners,) = report.owners
+    assert (owners.matrices, owners.ranks, owners.idle, owners.exchanges) == (14, 32, 18, 1)
+    assert "32 ranks, 18 without one" in report.to_text()
+    assert sum(n.target is ORTHOGONALIZE for n in nodes) == 1
+
+
+def test_what_cannot_be_exchanged_is_refused(model, monkeypatch):
+    with pytest.raises(ValueError, match="exchange_bytes must be positive"):
+        planned(model, exchange_bytes=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(matrix, "compiles_for_all_ranks", lambda: True)
+        with pytest.raises(Exception, match="compile_on_one_rank"):
+            planned(model)
+    whole = {(): (0, 0, 16, 32)}
+    monkeypatch.setattr(matrix, "blocks_of", lambda parameter: whole)
+    with pytest.raises(
+        Exception, match=r"blocks.1.mlp.down.weight is sharded as .* another optimizer"
+    ):
+        planned(model)
+
+
+def plan_of(rank: int) -> list[object]:
+    """Return what the planner sees of the exchanges, and what this rank's owners receive."""
+    model = teb.data_parallel(small_transformer(), init_device_mesh("cpu", (3,)))
+    _, nodes = planned(model, exchange_bytes=4096)
+    ours, costs = [n for n in nodes if work_of(n) or collective_kind(n)], Costs()
+    sizes = [n.meta["val"].numel() for n in ours if n.target is SEND]
+    return [[(str(n.target), n.name, costs(n), costs.result_bytes(n)) for n in ours], sizes]
+
+
+def test_ranks_with_other_rows_plan_alike():
+    first, *others = on_ranks(plan_of, world=3, timeout_s=240)
+    assert all(other[0] == first[0] for other in others)
+    assert others[-1][1] != first[1]
+
+
+def wholes(model: nn.Module, of) -> list[np.ndarray]:
+    """Return all parameters and momentum, gathered."""
+    found = [*model.parameters(), *(s["momentum_buffer"] for s in of[0].state.values())]
+    return [getattr(t, "full_tensor", lambda t=t: t)().detach().numpy() for t in found]
+
+
+def state_of(model: nn.Module, of):
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, of)}
+
+
+def saved(rank: int, path: str) -> list[list[np.ndarray]]:
+    """Take two steps, save, and take a third."""
+    torch.manual_seed(0)
+    model = teb.data_parallel(small_transformer(), init_device_mesh("cpu", (2,)))
+    of = optimizers(model)
+    step = step_of(model, of)
+    for _ in range(2):
+        step(TOKENS)
+    dcp.save(state_of(model, of), checkpoint_id=path)
+    before = wholes(model, of)
+    step(TOKENS)
+    return [before, wholes(model, of)]
+
+
+def load(model: nn.Module, of, path: str) -> None:
+    state = state_of(model, of)
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(model, of, state["optimizer"])
+
+
+def loaded(rank: int, path: str) -> list[list[np.ndarray]]:
+    """Load on three ranks, and take a step."""
+    model = teb.data_parallel(small_transformer(), init_device_mesh("cpu", (3,)))
+    of = optimizers(model)
+    load(model, of, path)
+    before = wholes(model, of)
+    step_of(model, of)(TOKENS)
+    return [before, wholes(model, of)]
+
+
+@pytest.mark.long
+def test_momentum_of_two_ranks_loads_on_three_and_into_eager(tmp_path):
+    first = on_ranks(saved, str(tmp_path), world=2, timeout_s=240)[0]
+    second = on_ranks(loaded, str(tmp_path), world=3, timeout_s=240)[0]
+    model = small_transformer()
+    of = optimizers(model)
+    load(model, of, str(tmp_path))
+    assert len(first[0]) > 14
+    for one, other in zip(first[0], second[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(first[0], wholes(model, of), strict=True):
+        np.testing.assert_array_equal(one, other)
+    # All ranks have the same tokens. Only rounding of sums of two and three equal terms is between.
+    for one, other in zip(first[1], second[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-3, rtol=0)

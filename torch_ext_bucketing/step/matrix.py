@@ -1,0 +1,376 @@
+"""Append updates that are a function of whole matrices: Muon's.
+
+Every bucket of matrices (:mod:`.owners`) gets these nodes; ``all_to_all`` stands for one per mesh
+dimension, with its wait (:mod:`.exchange`)::
+
+    grads, momentum -> send_momentum_ -> all_to_all -> orthogonalize -> all_to_all -> add_updates_
+
+Momentum and parameters stay sharded: what is done to them is done element by element. What travels
+is bfloat16, which torch's Newton-Schulz rounds to first, so that nothing is lost. One matrix is
+computed after the other, by torch's own function: a batched product may have other bits.
+
+Nodes of a bucket stand between those of others, so that one is exchanged while another is
+computed::
+
+    send 1   send 2, compute 1   send 3, compute 2   compute 3   add 1, add 2, add 3
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from .._torch.blocks import blocks_of
+from .._torch.optimizers import adjusted_lr, newton_schulz
+from .._torch.process_groups import as_argument, compiles_for_all_ranks, mesh_group
+from .._torch.sharded import mesh_of, sharded_dims
+from ..graph.tags import set_updates
+from ..graph.work import Work, set_work
+from ..reports.step import Owners
+from .exchange import Block, Coordinate, Exchange, Matrix, Part, Stage, tiles
+from .owners import choose_buckets, choose_owners, newton_schulz_flops
+from .rules import MUON_OPTIONS
+
+_c10d = torch.ops._c10d_functional
+LEAST_BYTES = 8 << 20  # bytes below which an exchange is mostly latency
+SENT = torch.bfloat16
+
+_library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
+
+
+def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_ext_bucketing::{name}", fake, lib=_library)
+    return getattr(torch.ops.torch_ext_bucketing, name).default
+
+
+def _send_momentum(
+    momentum: list[Tensor],
+    grads: list[Tensor],
+    numbers: list[Tensor],
+    skip: Tensor | None,
+    order: list[int],
+    nesterov: bool,
+) -> Tensor:
+    """Update momentum as ``torch.optim.Muon`` does; pack what is to be orthogonalized."""
+    out = _packed(momentum, grads, numbers, skip, order, nesterov)
+    if skip is not None and skip.item():
+        return out.zero_()
+    parts: dict[int, list[Tensor]] = {}
+    for i, part in zip(order, out.split([grads[i].numel() for i in order]), strict=True):
+        parts.setdefault(i, []).append(part)
+    for i, (buffer, grad, of) in enumerate(zip(momentum, grads, numbers, strict=True)):
+        factor = of[1].item()
+        buffer.lerp_(grad, 1 - factor)
+        update = grad.lerp(buffer, factor) if nesterov else buffer
+        for part in parts.get(i, ()):
+            part.view(grad.shape).copy_(update)
+    return out
+
+
+def _packed(
+    momentum: list[Tensor],
+    grads: list[Tensor],
+    numbers: list[Tensor],
+    skip: Tensor | None,
+    order: list[int],
+    nesterov: bool,
+) -> Tensor:
+    return grads[0].new_empty([sum(grads[i].numel() for i in order)], dtype=SENT)
+
+
+def _repack(buffer: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+    """Pack parts of a buffer in another order, some of them several times or not at all."""
+    parts = buffer.split(sizes)
+    return torch.cat([parts[i] for i in order]) if order else buffer.new_empty([0])
+
+
+def _orthogonalize(
+    received: Tensor,
+    shapes: list[int],
+    given: list[int],
+    wanted: list[int],
+    coefficients: list[float],
+    eps: float,
+    steps: int,
+) -> Tensor:
+    """Orthogonalize the whole matrices whose parts are in a buffer.
+
+    Args:
+        received: the parts, one after the other.
+        shapes: rows and columns of each matrix.
+        given: place of the matrix, row, column, rows and columns of each part in ``received``.
+        wanted: the same of each part in the result.
+    """
+    out = _orthogonal(received, shapes, given, wanted, coefficients, eps, steps)
+    parts = [
+        [(v[0], Block(*v[1:]), p) for v, p in zip(of, buffer.split(_sizes(of)), strict=True)]
+        for of, buffer in ((_fives(given), received), (_fives(wanted), out))
+    ]
+    for i in range(len(shapes) // 2):
+        whole = received.new_empty(shapes[2 * i : 2 * i + 2])
+        for _, b, part in (p for p in parts[0] if p[0] == i):
+            _at(whole, b).copy_(part.view(b.rows, b.columns))
+        update = newton_schulz(whole, tuple(coefficients), steps, eps)
+        for _, b, part in (p for p in parts[1] if p[0] == i):
+            part.view(b.rows, b.columns).copy_(_at(update, b))
+    return out
+
+
+def _orthogonal(
+    received: Tensor,
+    shapes: list[int],
+    given: list[int],
+    wanted: list[int],
+    coefficients: list[float],
+    eps: float,
+    steps: int,
+) -> Tensor:
+    return received.new_empty([sum(_sizes(_fives(wanted)))])
+
+
+def _fives(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(numbers[i : i + 5]) for i in range(0, len(numbers), 5)]
+
+
+def _sizes(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [rows * columns for _, _, _, rows, columns in parts]
+
+
+def _at(matrix: Tensor, b: Block) -> Tensor:
+    return matrix[b.row : b.row + b.rows, b.column : b.column + b.columns]
+
+
+def _add_updates(
+    params: list[Tensor],
+    received: Tensor,
+    numbers: list[Tensor],
+    skip: Tensor | None,
+    order: list[int],
+    shapes: list[int],
+    adjust: str | None,
+) -> None:
+    """Decay parameters and add their updates as ``torch.optim.Muon`` does.
+
+    Args:
+        order: places of the parameters whose parts are in ``received``, in its order.
+        shapes: rows and columns of each whole parameter.
+    """
+    if skip is not None and skip.item():
+        return
+    for i, part in zip(order, received.split([params[i].numel() for i in order]), strict=True):
+        lr, _, decay = numbers[i].tolist()
+        params[i].mul_(1 - lr * decay)
+        scale = adjusted_lr(lr, adjust, torch.Size(shapes[2 * i : 2 * i + 2]))
+        params[i].add_(part.view(params[i].shape), alpha=-scale)
+
+
+SEND = _operator(
+    "send_momentum_(Tensor(a!)[] momentum, Tensor[] grads, Tensor[] numbers, Tensor? skip, "
+    "int[] order, bool nesterov) -> Tensor",
+    _send_momentum,
+    _packed,
+)
+_REPACK = _operator("repack(Tensor buffer, int[] sizes, int[] order) -> Tensor", _repack, _repack)
+ORTHOGONALIZE = _operator(
+    "orthogonalize(Tensor received, int[] shapes, int[] given, int[] wanted, "
+    "float[] coefficients, float eps, int steps) -> Tensor",
+    _orthogonalize,
+    _orthogonal,
+)
+ADD = _operator(
+    "add_updates_(Tensor(a!)[] params, Tensor received, Tensor[] numbers, Tensor? skip, "
+    "int[] order, int[] shapes, str? adjust) -> ()",
+    _add_updates,
+    lambda *args: None,
+)
+
+
+class Update(NamedTuple):
+    """A parameter and the nodes of its update.
+
+    Args:
+        fqn: its name.
+        parameter: the parameter.
+        group: the group of its optimizer.
+        shard: its node; so are ``gradient``, ``momentum`` and ``numbers``.
+    """
+
+    fqn: str
+    parameter: Tensor
+    group: dict[str, Any]
+    shard: fx.Node
+    gradient: fx.Node
+    momentum: fx.Node
+    numbers: fx.Node
+
+
+def append_matrices(
+    call: Callable[..., fx.Node], updates: Sequence[Update], skip: fx.Node | None, cap: int
+) -> tuple[Owners, ...]:
+    """Append the updates of matrices.
+
+    Args:
+        call: appends a node.
+        updates: the matrices, the first gradient to arrive first.
+        skip: whether the step changes nothing.
+        cap: bytes of whole matrices that a rank may receive in one exchange.
+
+    Returns:
+        What the report has about each mesh.
+
+    Raises:
+        ValueError: shards are not blocks of rows and columns, or one rank compiles for all.
+    """
+    if updates and compiles_for_all_ranks():
+        raise ValueError(
+            "a graph that exchanges matrices holds the sizes of one rank: switch "
+            "compile_on_one_rank off, or update by another optimizer than Muon"
+        )
+    alike: dict[Any, list[Update]] = {}
+    found = []
+    for u in updates:
+        options = tuple(_frozen(u.group[name]) for name in MUON_OPTIONS)
+        alike.setdefault((mesh_of(u.parameter), options), []).append(u)
+    for (mesh, _), mine in alike.items():
+        shape = () if mesh is None else tuple(mesh.shape)
+        at = () if mesh is None else tuple(mesh.get_coordinate())
+        ranks = list(itertools.product(*map(range, shape)))
+        sizes = [tuple(u.parameter.shape) for u in mine]
+        steps = mine[0].group["ns_steps"]
+        costs = [newton_schulz_flops(rows, columns, steps) for rows, columns in sizes]
+        owners = choose_owners(costs, len(ranks))
+        loads = [0] * len(ranks)
+        for owner, cost in zip(owners, costs, strict=True):
+            loads[owner] += cost
+        known: dict[Any, dict[Coordinate, Block]] = {}
+        matrices = [_matrix(u, ranks[o], known) for u, o in zip(mine, owners, strict=True)]
+        nbytes = [SENT.itemsize * m.rows * m.columns for m in matrices]
+        buckets = [
+            _Bucket(call, [mine[i] for i in of], Exchange([matrices[i] for i in of], shape, at))
+            for of in choose_buckets(costs, nbytes, owners, cap, LEAST_BYTES)
+        ]
+        balance = max(loads) * len(ranks) / sum(loads)
+        found.append(Owners(len(mine), len(ranks), loads.count(0), balance, len(buckets)))
+        for before, bucket in zip([None, *buckets], [*buckets, None], strict=True):
+            if bucket is not None:
+                bucket.send(skip)
+            if before is not None:
+                before.compute()
+        for bucket in buckets:
+            bucket.add(skip)
+    return tuple(found)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _matrix(update: Update, owner: Coordinate, known: dict[Any, dict[Coordinate, Block]]) -> Matrix:
+    """Read a matrix's parts, which ``known`` keeps for others of its shape and placements.
+
+    Raises:
+        ValueError: its shards are not blocks of rows and columns.
+    """
+    rows, columns = update.parameter.shape
+    cut = {d for _, d in sharded_dims(update.parameter)}
+    key = (rows, columns, getattr(update.parameter, "placements", None))
+    if key not in known:
+        known[key] = {at: Block(*of) for at, of in blocks_of(update.parameter).items()}
+    blocks = known[key]
+    if not tiles(rows, columns, blocks.values()):
+        raise ValueError(
+            f"{update.fqn} is sharded as {update.parameter.placements}, whose shards are not "  # type: ignore[attr-defined]
+            "blocks of its rows and columns, so no rank can put the matrix together: shard it "
+            "otherwise, or give it to another optimizer than Muon"
+        )
+    return Matrix(rows, columns, tuple(d in cut for d in range(len(owner))), blocks, owner)
+
+
+class _Bucket:
+    """The nodes of one bucket of matrices."""
+
+    def __init__(
+        self, call: Callable[..., fx.Node], updates: Sequence[Update], exchange: Exchange
+    ) -> None:
+        self._call, self._updates, self._exchange = call, updates, exchange
+        self._forth, self._back = exchange.to_owners(), exchange.to_shards()
+        self._numbers = [u.numbers for u in updates]
+        self._mesh = mesh_of(updates[0].parameter)
+        self._sent: fx.Node
+        self._have: list[Part] = []
+
+    def send(self, skip: fx.Node | None) -> None:
+        """Append momentum, and the exchange to the owners."""
+        mine = self._updates
+        first = self._forth[0].sent if self._forth else self._exchange.held((), 0)
+        order = [p.matrix for p in first]
+        lists = [u.momentum for u in mine], [u.gradient for u in mine], self._numbers
+        nesterov = mine[0].group["nesterov"]
+        self._sent = self._call(SEND, *lists, skip, order, nesterov)
+        most = self._forth[0].most[0] if self._forth else self._exchange.elements(first)
+        size = SENT.itemsize * most
+        set_work(self._sent, Work(0, 6 * size, size))
+        self._have = first
+        for stage in self._forth:
+            self._move(stage)
+
+    def compute(self) -> None:
+        """Append Newton-Schulz, and the exchange to the shards."""
+        ex, group = self._exchange, self._updates[0].group
+        mine = list(dict.fromkeys(p.matrix for p in self._have))
+        wanted = self._back[0].sent if self._back else self._have
+        shapes = [n for i in mine for n in (ex.matrices[i].rows, ex.matrices[i].columns)]
+        given, out = (
+            [n for p in parts for n in (mine.index(p.matrix), *ex.matrices[p.matrix].blocks[p.at])]
+            for parts in (self._have, wanted)
+        )
+        coefficients = list(group["ns_coefficients"])
+        arguments = (shapes, given, out, coefficients, group["eps"], group["ns_steps"])
+        self._sent = self._call(ORTHOGONALIZE, self._sent, *arguments)
+        flops: dict[Coordinate, int] = {}
+        for m in ex.matrices:
+            work = newton_schulz_flops(m.rows, m.columns, group["ns_steps"])
+            flops[m.owner] = flops.get(m.owner, 0) + work
+        size = SENT.itemsize * (self._back[0].most[0] if self._back else ex.elements(wanted))
+        # The whole matrix, two of its size and two of the shorter side's.
+        largest = 5 * SENT.itemsize * max(m.rows * m.columns for m in ex.matrices)
+        set_work(self._sent, Work(max(flops.values()), 4 * size, size))
+        set_updates(self._sent, (), largest)
+        self._have = wanted
+        for stage in self._back:
+            self._move(stage)
+
+    def add(self, skip: fx.Node | None) -> None:
+        """Append the updates of the parameters."""
+        shapes = [n for m in self._exchange.matrices for n in (m.rows, m.columns)]
+        order = [p.matrix for p in self._have]
+        adjust = self._updates[0].group["adjust_lr_fn"]
+        shards = [u.shard for u in self._updates]
+        node = self._call(ADD, shards, self._sent, self._numbers, skip, order, shapes, adjust)
+        set_updates(node, [u.fqn for u in self._updates], 0)
+
+    def _move(self, stage: Stage) -> None:
+        if stage.sent != self._have:
+            at = {part: i for i, part in enumerate(self._have)}
+            sizes = [self._exchange.elements([p]) for p in self._have]
+            order = [at[p] for p in stage.sent]
+            self._sent = self._call(_REPACK, self._sent, sizes, order)
+            size = SENT.itemsize * stage.most[0]
+            set_work(self._sent, Work(0, 2 * size, size))
+        self._have = stage.received
+        if stage.dim is None:
+            return
+        group = as_argument(mesh_group(self._mesh, stage.dim))
+        splits = (stage.received_from, stage.sent_to)
+        self._sent = self._call(_c10d.all_to_all_single.default, self._sent, *splits, group)
+        sent, received = (SENT.itemsize * n for n in stage.most)
+        set_work(self._sent, Work(0, sent + received, received))
+        self._sent = self._call(_c10d.wait_tensor.default, self._sent)
