@@ -1,0 +1,261 @@
+"""Count and time the exchanges of Muon's matrices on a cost model, and balance their owners.
+
+    python -m benchmarks.muon
+    python -m benchmarks.muon --json results/muon.json
+
+The first table has the work of the busiest rank over the mean, and a lower bound for any owners of
+whole matrices. The second has one optimizer step on nodes of eight H100s, FSDP over all ranks:
+
+- ``owners`` is what ``train_step`` plans. A bucket travels under backward unless it has matrices
+  of the first block, whose gradients come last;
+- ``owners, clipped`` begins after backward: no gradient may travel before the norm is there;
+- ``per block`` has an exchange per transformer block, in float32, on the same owners, as
+  torchtitan's DistMuon can be configured. Its code is not run: it needs CUDA;
+- ``gathers`` gathers every gradient in float32, and every rank computes all matrices;
+- ``adamw`` is AdamW on the same shards, memory-bound.
+
+A collective's time is that of the busiest rank. Ranks compute while the network is busy, and wait
+for what they need. ``alone`` is the larger of all exchanges and of the busiest rank's kernels.
+
+Exit status: 0.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.step.exchange import Block, Exchange, Matrix
+from torch_ext_bucketing.step.matrix import LEAST_BYTES
+from torch_ext_bucketing.step.owners import choose_buckets, choose_owners, newton_schulz_flops
+from torch_ext_bucketing.testing.demo.table import columns
+
+from .command import add_json, document_of, parser_of, title, write_results
+
+MACHINE = H100
+RANKS = (8, 64, 512)
+BALANCED = (64, 128, 256, 512)
+STEPS = 5
+CAP = 256 << 20  # train_step's exchange_bytes
+Shape = tuple[int, int]
+
+
+def _llama(layers: int, dim: int, key_value: int, hidden: int) -> list[list[Shape]]:
+    block = [(dim, dim), (key_value, dim), (key_value, dim), (dim, dim)]
+    return [[*block, (hidden, dim), (dim, hidden), (hidden, dim)]] * layers
+
+
+def _experts(
+    attention: list[Shape], layers: int, dim: int, dense: int, shared: int, experts: int, inner: int
+) -> list[list[Shape]]:
+    def mlp(hidden: int) -> list[Shape]:
+        return [(hidden, dim), (dim, hidden), (hidden, dim)]
+
+    routed = mlp(inner) * experts
+    rest = [*attention, (experts, dim) if experts else (64, dim), *mlp(shared), *routed]
+    return [[*attention, *mlp(dense)], *([rest] * (layers - 1))]
+
+
+# [rows, columns] of the matrices of each block, of published configurations.
+_DEEPSEEK = [(3072, 2048), (576, 2048), (4096, 512), (2048, 2048)]
+_KIMI = [(1536, 7168), (12288, 1536), (576, 7168), (16384, 512), (7168, 8192)]
+MODELS = {
+    "LLaMA-3 8B": _llama(32, 4096, 1024, 14336),
+    "LLaMA-3 70B": _llama(80, 8192, 1024, 28672),
+    "DeepSeek-V3 16B, experts apart": _experts(_DEEPSEEK, 27, 2048, 10944, 2816, 0, 0),
+    "DeepSeek-V3 16B, each expert": _experts(_DEEPSEEK, 27, 2048, 10944, 2816, 64, 1408),
+    "Kimi-K2-like, experts apart": _experts(_KIMI, 61, 7168, 18432, 2048, 0, 0),
+    "Kimi-K2-like, each expert": _experts(_KIMI, 61, 7168, 18432, 2048, 384, 2048),
+}
+TIMED = ("LLaMA-3 8B", "LLaMA-3 70B")
+
+
+class Step(NamedTuple):
+    """A modelled optimizer step: collectives, bytes that a rank sends, milliseconds."""
+
+    way: str
+    collectives: int
+    sent: float
+    network_ms: float
+    kernels_ms: float
+    ms: float
+
+    @property
+    def over_alone(self) -> float:
+        """The step over the larger of network and kernels alone."""
+        return self.ms / max(self.network_ms, self.kernels_ms)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    parser = parser_of("python -m benchmarks.muon", __doc__)
+    add_json(parser)
+    args = parser.parse_args(argv)
+    balance = [row for name, blocks in MODELS.items() for row in _balance(name, blocks)]
+    steps = [
+        (name, ranks, step)
+        for name in TIMED
+        for ranks in RANKS
+        for step in _steps(MODELS[name], ranks)
+    ]
+    first = [["model", "matrices", "ranks", "idle", "busiest / mean", "lower bound"]]
+    for name, count, ranks, idle, found, least in balance:
+        first.append([name, str(count), str(ranks), str(idle), f"{found:.3f}", f"{least:.3f}"])
+    second = [
+        [
+            "model",
+            "ranks",
+            "way",
+            "collectives",
+            "MiB sent",
+            "network ms",
+            "kernels ms",
+            "ms",
+            "/ alone",
+        ]
+    ]
+    for name, ranks, s in steps:
+        numbers = [f"{s.sent / 2**20:.0f}", f"{s.network_ms:.1f}", f"{s.kernels_ms:.1f}"]
+        shown = [*numbers, f"{s.ms:.1f}", f"{s.over_alone:.2f}"]
+        second.append([name, str(ranks), s.way, str(s.collectives), *shown])
+    document = document_of("python -m benchmarks.muon", argv)
+    document["balance"] = balance
+    document["steps"] = [[name, ranks, *s, s.over_alone] for name, ranks, s in steps]
+    text = f"{title(document)}\n\n{columns(first)}\n\n{columns(second)}"
+    write_results(args.json, document, text)
+    return 0
+
+
+def _costs(shapes: Sequence[Shape]) -> list[int]:
+    return [newton_schulz_flops(*shape, STEPS) for shape in shapes]
+
+
+def _arriving(blocks: Sequence[Sequence[Shape]]) -> list[Shape]:
+    return [shape for block in reversed(blocks) for shape in reversed(block)]
+
+
+def _loads(costs: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
+    loads = [0] * ranks
+    for owner, cost in zip(owners, costs, strict=True):
+        loads[owner] += cost
+    return loads
+
+
+def _balance(
+    name: str, blocks: Sequence[Sequence[Shape]]
+) -> Iterator[tuple[str, int, int, int, float, float]]:
+    costs = _costs(_arriving(blocks))
+    ordered, mean = sorted(costs, reverse=True), sum(costs)
+    for ranks in BALANCED:
+        loads = _loads(costs, choose_owners(costs, ranks), ranks)
+        # One rank has the costliest matrix, and one has k + 1 of the first k * ranks + 1.
+        floor = [1.0] + [
+            (k + 1) * ordered[k * ranks] * ranks / mean for k in range(-(-len(costs) // ranks))
+        ]
+        yield name, len(costs), ranks, loads.count(0), max(loads) * ranks / mean, max(floor)
+
+
+def _kernel_ms(nbytes: float) -> float:
+    return nbytes / MACHINE.bandwidth * 1e3
+
+
+def _ns_ms(flops: float) -> float:
+    return flops / MACHINE.flops["bfloat16"] * 1e3
+
+
+def _network_ms(kind: str, ranks: int, nbytes: int) -> float:
+    ms = MACHINE.network_ms(kind, range(ranks), nbytes)
+    assert ms is not None
+    return ms
+
+
+def _steps(blocks: Sequence[Sequence[Shape]], ranks: int) -> Iterator[Step]:
+    shapes = _arriving(blocks)
+    costs, elements = _costs(shapes), sum(rows * columns for rows, columns in shapes)
+    owners = choose_owners(costs, ranks)
+    nbytes = [2 * rows * columns for rows, columns in shapes]
+    given = shapes, costs, owners, ranks
+    buckets = choose_buckets(costs, nbytes, owners, CAP, LEAST_BYTES)
+    yield _exchanged("owners", *given, buckets, 2, len(shapes) - len(blocks[0]))
+    yield _exchanged("owners, clipped", *given, buckets, 2)
+    sizes = [len(block) for block in reversed(blocks)]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    by_block = [list(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)]
+    yield _exchanged("per block", *given, by_block, 4)
+    gathers = [
+        _network_ms("all_gather", ranks, 4 * r * c * (ranks + 1) // ranks) for r, c in shapes
+    ]
+    kernels = _ns_ms(sum(costs)) + _kernel_ms(24 * elements / ranks)
+    network = sum(gathers)
+    end = free = 0.0
+    for gather, cost in zip(gathers, costs, strict=True):
+        free += gather
+        end = max(end, free) + _ns_ms(cost)
+    total = end + _kernel_ms(24 * elements / ranks)
+    yield Step("gathers", len(shapes), 4 * elements / ranks * (ranks - 1), network, kernels, total)
+    # Reads parameter, gradient and two moments in float32, writes all but the gradient.
+    adamw = _kernel_ms(28 * elements / ranks)
+    yield Step("adamw", 0, 0, 0, adamw, adamw)
+
+
+def _exchanged(
+    way: str,
+    shapes: Sequence[Shape],
+    costs: Sequence[int],
+    owners: Sequence[int],
+    ranks: int,
+    buckets: Sequence[Sequence[int]],
+    itemsize: int,
+    under_backward: int = 0,
+) -> Step:
+    """Follow the nodes of :mod:`torch_ext_bucketing.step.matrix`, rank by rank."""
+    there, back = list[float](), list[float]()
+    packs, adds, work = list[float](), list[float](), list[list[float]]()
+    sent = 0
+    for of in buckets:
+        matrices = [_matrix(shapes[i], owners[i], ranks) for i in of]
+        exchange = Exchange(matrices, (ranks,), (0,))
+        for stages, times in ((exchange.to_owners(), there), (exchange.to_shards(), back)):
+            (stage,) = stages
+            times.append(_network_ms("all_to_all", ranks, itemsize * sum(stage.most)))
+            sent += itemsize * stage.most[0]
+        part = sum(shapes[i][0] * shapes[i][1] for i in of) / ranks
+        packs.append(_kernel_ms((12 + itemsize) * part))
+        adds.append(_kernel_ms((8 + itemsize) * part))
+        loads = _loads([costs[i] for i in of], [owners[i] for i in of], ranks)
+        work.append([_ns_ms(flops) for flops in loads])
+    packed = network = 0.0
+    arrived, returned = list[float](), list[float]()
+    for of, pack, time in zip(buckets, packs, there, strict=True):
+        # Under backward, which ends at 0, if no gradient is of the block that comes last.
+        if under_backward and all(i < under_backward for i in of):
+            arrived.append(0.0)
+        else:
+            packed += pack
+            network = max(network, packed) + time
+            arrived.append(network)
+    free = [packed] * ranks
+    for k, times in enumerate(work):
+        free = [max(f, arrived[k]) + t for f, t in zip(free, times, strict=True)]
+        network = max(network, max(free)) + back[k]
+        returned.append(network)
+    end = max(free)
+    for arrival, add in zip(returned, adds, strict=True):
+        end = max(end, arrival) + add
+    busiest = max(map(sum, zip(*work, strict=True))) + sum(packs) + sum(adds)
+    both = sum(there) + sum(back)
+    return Step(way, 2 * len(buckets), sent, both, busiest, end)
+
+
+def _matrix(shape: Shape, owner: int, ranks: int) -> Matrix:
+    rows, columns = shape
+    each = -(-rows // ranks)
+    blocks: dict[tuple[int, ...], Block] = {
+        (r,): Block(min(r * each, rows), 0, max(0, min(each, rows - r * each)), columns)
+        for r in range(ranks)
+    }
+    return Matrix(rows, columns, (True,), blocks, (owner,))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
