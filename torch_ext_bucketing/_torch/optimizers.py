@@ -1,8 +1,9 @@
-"""Make an optimizer's state before its first step, find its hooks, and run Muon's functions."""
+"""Make an optimizer's first state, find its hooks, order gradients, run Muon's functions."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,3 +55,14 @@ def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
     with private_torch():
         from torch.optim._muon import _adjust_lr as adjust
     return float(adjust(lr, how, shape))
+
+
+def by_dtype(gradients: Sequence[torch.Tensor]) -> list[int]:
+    """Return places of gradients in the order of ``clip_grad_norm_``'s stack of norms.
+
+    It takes one group of a device and dtype after the other, in the order of a hash table.
+    """
+    with private_torch():
+        from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped
+    found = grouped([list(gradients)], with_indices=True)
+    return [place for _, places in found.values() for place in places]

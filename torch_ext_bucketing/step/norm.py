@@ -21,8 +21,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from .._torch.optimizers import by_dtype
 from .._torch.process_groups import as_argument, mesh_group
-from .._torch.sharded import mesh_of, sharded_dims
+from .._torch.sharded import mesh_of, shard_of, sharded_dims
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -80,11 +81,14 @@ def by_mesh(
     """Group parameters whose norms are stacked, those of one mesh.
 
     Returns:
-        For each mesh the dimensions that shard any of its parameters, and the parameters' places.
+        For each mesh the dimensions that shard any of its parameters, and the parameters' places
+        in the order of the stack.
     """
     groups: dict[Any, list[int]] = {}
     for i, parameter in enumerate(parameters):
         groups.setdefault(mesh_of(parameter), []).append(i)
+    for mesh, of in groups.items():
+        groups[mesh] = [of[k] for k in by_dtype([shard_of(parameters[i]) for i in of])]
     return [
         (tuple(sorted({d for i in of for d in sharded_dims(parameters[i])}, key=itemgetter(1))), of)
         for of in groups.values()
