@@ -211,18 +211,30 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str | None:
 def state_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, names: Sequence[str]
 ) -> tuple[list[Tensor], bool]:
-    """Return tensors of a parameter's state, made like the optimizer's, and whether they are new.
+    """Return tensors of a parameter's state, made like the optimizer's, and whether any is new.
 
     Those that the optimizer's class makes at the first step are made here, except for a momentum
     buffer, which that step copies from the gradient.
+
+    Raises:
+        ValueError: a tensor is missing that a step does not make.
     """
+    if not names:
+        return [], False
     state = optimizer.state[parameter]
-    if not state:
+    new = not state
+    if new:
         make_state(optimizer, group, parameter)
-    new = [name for name in names if state.get(name) is None]
-    for name in new:
-        state[name] = torch.empty_like(parameter)
-    return [state[name] for name in names], bool(new)
+    for name in names:
+        if state.get(name) is not None:
+            continue
+        if name != "momentum_buffer":
+            raise ValueError(
+                f"{type(optimizer).__name__} has state of a parameter without {name}: an option "
+                "such as amsgrad was changed after its first step, or a checkpoint is incomplete"
+            )
+        state[name], new = torch.empty_like(parameter), True
+    return [state[name] for name in names], new
 
 
 def _update(

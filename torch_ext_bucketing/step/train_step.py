@@ -87,13 +87,16 @@ class TrainStep:
         trained = [(fqn, p) for fqn, p in self._parameters if p.requires_grad]
         with torch.enable_grad():
             loss = run(self.model, *args, **kwargs)
-        gradients = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
-        # Shapes may have chosen between several compiles. Without anything to add, none has run.
         epilogues = self.backend.epilogues
+        try:
+            gradients = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+        except BaseException:
+            for epilogue in epilogues:
+                epilogue.forget_new()
+            raise
+        # Shapes may have chosen between several compiles. Without anything to add, none has run.
         ran = next((e for e in epilogues if e.ran), epilogues[-1])
-        if ran.ran:
-            ran.forget_skipped()
-        ran.ran = False
+        ran.finish()
         self.total_norm = ran.total_norm
         updated = {p.fqn for p in ran.updated}
         torch.autograd.graph.increment_version([p.parameter for p in ran.updated])
@@ -106,11 +109,16 @@ class TrainStep:
         for optimizer in self.optimizers:
             mine = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
             if any(p.grad is not None for p in mine):
-                optimizer.step()
+                if not self._skipped():
+                    optimizer.step()
                 for p in mine:
                     p.grad = None
             optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler
         return loss.detach()
+
+    def _skipped(self) -> bool:
+        skip = self._norm is not None and self._norm.skip
+        return skip and self.total_norm is not None and not self.total_norm.isfinite().item()
 
     def accumulate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Add the gradients of a microbatch to ``grad``, reduced; return its loss, detached.

@@ -189,20 +189,24 @@ class Epilogue:
         """Return the values of the new inputs for a step, after making state that is missing."""
         self.read_state()
         self.ran = True
-        fresh, self._new = self._new, set()
-        self._fresh = torch.tensor([fqn in fresh for fqn in self.trained])
+        self._fresh = torch.tensor([fqn in self._new for fqn in self.trained])
         return [read() for read in self._inputs]
 
-    def forget_skipped(self) -> None:
-        """Drop momentum buffers that were made for a step that then changed nothing."""
-        made = [p for p in self.updated if self._fresh[p.place]]
-        if self.norm is None or not self.norm.skip or not made:
-            return
-        assert self.total_norm is not None
-        if not self.total_norm.isfinite():
-            for p in made:
-                assert p.group is not None
-                del p.group.optimizer.state[p.parameter], self._seen[p.fqn]
+    def finish(self) -> None:
+        """Forget new state if the step that ran changed nothing; call it after each run."""
+        self.ran = False
+        if self._new and self.norm is not None and self.norm.skip:
+            assert self.total_norm is not None
+            if not self.total_norm.isfinite():
+                self.forget_new()
+        self._new = set()
+
+    def forget_new(self) -> None:
+        """Drop state that was made for a step that did not update: the next one may be eager."""
+        for p in (self.trained[fqn] for fqn in self._new):
+            assert p.group is not None
+            del p.group.optimizer.state[p.parameter], self._seen[p.fqn]
+        self._new, self.ran = set(), False
 
     def state(self, fqn: str, k: int) -> torch.Tensor:
         """Return one of the tensors of a parameter's state, as :meth:`read_state` found it."""
@@ -213,7 +217,7 @@ class Epilogue:
         for p in self.updated:
             assert p.group is not None
             state = p.group.optimizer.state
-            found = list(state[p.parameter].values())
+            found = list(state.get(p.parameter, {}).values())
             seen = self._seen.get(p.fqn)
             if seen is not None and len(seen) == len(found) and all(map(is_, seen, found)):
                 continue
@@ -221,7 +225,7 @@ class Epilogue:
             tensors, new = state_of(p.group.optimizer, p.group.given, p.parameter, names)
             self._check(p, names, tensors)
             self._states[p.fqn] = [shard_of(t) for t in tensors]
-            self._seen[p.fqn] = list(state[p.parameter].values())
+            self._seen[p.fqn] = list(state.get(p.parameter, {}).values())
             if new:
                 self._new.add(p.fqn)
 
@@ -264,6 +268,8 @@ class _Appending:
             for gradient in gradients.values() if coefficient is not None else ():
                 self.call(_aten._foreach_mul_.Tensor, [gradient], coefficient)
             shards = self._update(gradients, skip) if epilogue.updated else {}
+            # A compile is not a step.
+            epilogue.forget_new()
         # AOTAutograd expects gradients. The step drops these, which take no memory.
         dropped = {value: shards[p] for value, p in self.found if p in shards}
         self.output.args = fx.map_arg(self.output.args, lambda n: dropped.get(n, n))

@@ -116,6 +116,7 @@ class StepInGraph:
         # The trainer waits before its step, which comes too late.
         self.trainer.checkpointer.maybe_wait_for_staging()
         outputs = self._update(*inputs, *self.epilogue.values())
+        self.epilogue.finish()
         updated = [p.parameter for p in self.epilogue.updated]
         torch.autograd.graph.increment_version(updated)
         for parameter in updated:

@@ -1,0 +1,155 @@
+"""A small model with ugly parameters, trained by eager FSDP2 and by the planned step in turn."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from sharded_models import eager_fsdp2, tokens_of
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from eager_parity.steps import state_digest
+from torch_ext_bucketing.testing.training import digest
+
+UNITS = ["first", "second", ""]
+Make = Callable[[nn.Module], Any]
+
+
+class Branch(nn.Module):
+    """Has a layer that only some steps use, and shards that are uneven or, on one rank, empty."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 5, dtype=dtype)
+        self.narrow = nn.Linear(5, 8, dtype=dtype)
+        self.other = nn.Linear(8, 8, dtype=dtype)
+        self.gain = nn.Parameter(torch.ones(1, 8, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, branch: bool) -> torch.Tensor:
+        given, x = x, x.to(self.gain.dtype)
+        y = self.narrow(torch.tanh(self.wide(x)))
+        if branch:
+            y = y + self.other(x)
+        return given + (y * self.gain).to(given.dtype)
+
+
+class Ugly(nn.Module):
+    """Ties its output to its embedding. ``poison`` makes gradients of ``shift`` alone infinite."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype | None] = (None, None)) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 8)
+        self.first, self.second = map(Branch, dtypes)
+        self.shift = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(8, 37, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(
+        self, tokens: torch.Tensor, branch: bool = False, poison: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = self.second(self.first(self.embedding(tokens), branch), branch)
+        loss = self.head(x).logsumexp(-1).mean()
+        scale = torch.ones(4) if poison is None else poison
+        return loss + (self.shift * scale).sum()
+
+
+def loss_of(model: nn.Module, *args: Any) -> torch.Tensor:
+    return model(*args)
+
+
+class Pair:
+    """The same training by eager FSDP2 and by :func:`teb.train_step`.
+
+    Args:
+        make: makes the optimizers of a model.
+        options: of ``train_step``; ``model`` makes the model.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        make: Make,
+        max_norm: float | None = 0.1,
+        model: Callable[[], nn.Module] = Ugly,
+        **options: Any,
+    ) -> None:
+        torch._dynamo.reset()
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        torch.manual_seed(0)
+        start = model()
+        self.max_norm, self.tokens = max_norm, tokens_of(rank, 37, 2, 8)
+        self.skip = options.get("skip_nonfinite", False)
+        self.eager = eager_fsdp2(copy.deepcopy(start), UNITS, mesh)
+        self.model = teb.data_parallel(start, mesh)
+        self.optimizers, self.planned = list(make(self.eager)), list(make(self.model))
+        self.options = options
+        self.step = self.planned_step()
+
+    def planned_step(self) -> Any:
+        return teb.train_step(
+            self.model,
+            self.planned,
+            loss_of,
+            max_norm=self.max_norm,
+            passes=teb.recipe(self.model, units=UNITS),
+            compiler="aot_eager",
+            **self.options,
+        )
+
+    def take(self, *numbers: int, given: Sequence[Sequence[Any]] = ((),)) -> bool:
+        """Take a step with the batches of these numbers; return whether all is equal."""
+        batches = [(self.tokens(n), *given[i % len(given)]) for i, n in enumerate(numbers)]
+        norm = eager_step(self.eager, self.optimizers, batches, self.max_norm, self.skip)
+        for batch in batches[:-1]:
+            self.step.accumulate(*batch)
+        self.step(*batches[-1])
+        ours = self.step.total_norm
+        return (
+            self.same()
+            and (norm is None) == (ours is None)
+            and (norm is None or norm.item().hex() == ours.item().hex())
+        )
+
+    def same(self) -> bool:
+        """Compare weights, gradients and optimizer state."""
+        mine = [
+            (digest(model), gradients(model), [saved(o) for o in optimizers])
+            for model, optimizers in (
+                (self.eager, self.optimizers),
+                (self.model, self.planned),
+            )
+        ]
+        return mine[0] == mine[1]
+
+
+def saved(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    state = optimizer.state_dict()["state"]
+    return state_digest(optimizer), {number: sorted(of) for number, of in state.items()}
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    found = [(name, p.grad) for name, p in model.named_parameters()]
+    return [(name, None if g is None else g.to_local().tolist()) for name, g in found]
+
+
+def eager_step(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Sequence[Sequence[Any]],
+    max_norm: float | None,
+    skip: bool = False,
+) -> torch.Tensor | None:
+    """Take a step as training loops do; return the norm."""
+    for batch in batches:
+        loss_of(model, *batch).backward()
+    norm = None
+    if max_norm is not None:
+        total = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        norm = getattr(total, "full_tensor", lambda: total)()
+    for optimizer in optimizers:
+        if not skip or norm is None or norm.isfinite():
+            optimizer.step()
+        optimizer.zero_grad()
+    return norm

@@ -1,0 +1,336 @@
+"""Ugly steps against eager FSDP2 on real ranks: absent gradients, skips, odd shards and states."""
+
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from step_pairs import UNITS, Pair, Ugly, loss_of
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from eager_parity.steps import state_digest
+from torch_ext_bucketing._torch.aot import stage_of
+from torch_ext_bucketing.testing.ring import on_ranks
+from torch_ext_bucketing.testing.training import digest
+
+BF16 = torch.bfloat16
+
+
+def adamw(model: nn.Module, **options):
+    wide = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": wide}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
+    return [torch.optim.AdamW(groups, **{"lr": 1e-2, "foreach": True, **options})]
+
+
+def sgd(model: nn.Module, **options):
+    return [torch.optim.SGD(model.parameters(), **{"lr": 1e-2, "momentum": 0.9, **options})]
+
+
+def plain_sgd(model: nn.Module):
+    return [torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)]
+
+
+def adagrad(model: nn.Module):
+    return [torch.optim.Adagrad(model.parameters(), lr=1e-2)]
+
+
+def branches(rank: int, make) -> list[bool]:
+    pair = Pair(rank, make)
+    taken = [False, True, False, True, True, False]
+    return [pair.take(n, given=[(taken[n],)]) for n in range(6)]
+
+
+def microbatches(rank: int, make) -> list[bool]:
+    """Use a layer in some microbatches only."""
+    pair = Pair(rank, make)
+    orders = [(False, True, False), (True, False, False), (False, False, True), (False,) * 3]
+    return [
+        pair.take(*(3 * n + k for k in range(3)), given=[(b,) for b in order])
+        for n, order in enumerate((*orders, orders[0]))
+    ]
+
+
+def skips(rank: int, make) -> list[bool]:
+    """Poison a gradient of one rank's data, in another rank's shard."""
+    pair = Pair(rank, make, skip_nonfinite=True)
+    found = []
+    for n, poisoned in enumerate((True, False, True, False)):
+        poison = torch.ones(4)
+        if poisoned and rank == 0:
+            poison[-1] = float("inf")
+        found.append(pair.take(n, given=[(False, poison)]))
+        finite = pair.step.total_norm.isfinite().item()
+        found.append(finite is not poisoned)
+    return found
+
+
+def mixed_dtypes(rank: int, make) -> list[bool]:
+    found = []
+    for dtypes in ((BF16, None), (None, BF16), (BF16, torch.float16)):
+        pair = Pair(rank, make, model=partial(Ugly, dtypes))
+        found += [pair.take(n, given=[(n % 2 == 1,)]) for n in range(4)]
+    return found
+
+
+def unclipped(rank: int, make) -> list[bool]:
+    pair = Pair(rank, make, max_norm=None)
+    return [pair.take(n) for n in range(2)]
+
+
+def rates(rank: int, make) -> list[bool]:
+    """Change the learning rate, a tensor in one case, and momentum by a schedule."""
+    pair = Pair(rank, make)
+    cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=8)
+    schedules = [cycle(o) for o in (*pair.optimizers, *pair.planned)]
+    found = []
+    for n in range(4):
+        found.append(pair.take(n))
+        for schedule in schedules:
+            schedule.step()
+    return [*found, len(pair.step.backend.reports) == 1]
+
+
+def tensor_rate(model: nn.Module):
+    return adamw(model, lr=torch.tensor(1e-2), foreach=False)
+
+
+def without(model: nn.Module, start: str) -> nn.Module:
+    """Return what has the model's parameters but those whose names start so."""
+    named = model.named_parameters()
+    return nn.ParameterList(p for name, p in named if not name.startswith(start))
+
+
+def left_out(rank: int, make) -> list[bool]:
+    """Leave a parameter to no optimizer: its clipped gradients add up."""
+    pair = Pair(rank, lambda model: make(without(model, "shift")))
+    return [pair.take(n) for n in range(4)]
+
+
+def two_optimizers(rank: int, make) -> list[bool]:
+    """Clip for two optimizers; the first has no rule."""
+
+    def both(model: nn.Module):
+        return [*adagrad(model.first), *make(without(model, "first"))]
+
+    pair = Pair(rank, both)
+    return [pair.take(n) for n in range(3)]
+
+
+def grown(rank: int, make) -> list[bool]:
+    """Add a group of parameters, change options, and drop state, between steps."""
+    pair = Pair(rank, lambda model: make(without(model, "second")))
+    found = [pair.take(0)]
+    for model, optimizers in ((pair.eager, pair.optimizers), (pair.model, pair.planned)):
+        optimizers[0].add_param_group({"params": list(model.second.parameters()), "lr": 1e-3})
+        model.zero_grad()
+    found.append(pair.take(1))
+    for optimizers in (pair.optimizers, pair.planned):
+        optimizers[0].param_groups[0]["maximize"] = True
+    found.append(pair.take(2))
+    for optimizers in (pair.optimizers, pair.planned):
+        optimizers[0].state.clear()
+    return [*found, pair.take(3)]
+
+
+def half_state(rank: int, make) -> list[bool]:
+    """Go on with state that code has cast to bfloat16, in a new planned step."""
+    pair = Pair(rank, make)
+    found = [pair.take(0)]
+    for optimizers in (pair.optimizers, pair.planned):
+        for state in optimizers[0].state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].to(BF16)
+    pair.step = pair.planned_step()
+    return [*found, *(pair.take(n) for n in range(1, 3))]
+
+
+def checkpoints(rank: int, make, way) -> list[bool]:
+    """Save after two steps, and load into new models, eager and planned, by their formats."""
+    pair = Pair(rank, make)
+    found = [pair.take(n, given=[(n == 1,)]) for n in range(2)]
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        torch.distributed.broadcast_object_list(shared)
+        for name, model, optimizers in (
+            ("eager", pair.eager, pair.optimizers),
+            ("planned", pair.model, pair.planned),
+        ):
+            way.save(f"{shared[0]}/{name}", model, optimizers[0], rank)
+        torch.distributed.barrier()
+        other = Pair(rank, make)
+        other.take(7, given=[(True,)])
+        way.load(f"{shared[0]}/planned", other.eager, other.optimizers[0], rank)
+        way.load(f"{shared[0]}/eager", other.model, other.planned[0], rank)
+        torch.distributed.barrier()
+    found.append(other.same())
+    for n in range(2, 4):
+        found += [pair.take(n), other.take(n)]
+        found.append(digest(pair.model) == digest(other.model))
+    return found
+
+
+class Files:
+    """``torch.save``, one file per rank."""
+
+    @staticmethod
+    def save(path: str, model: nn.Module, optimizer, rank: int) -> None:
+        torch.save([model.state_dict(), optimizer.state_dict()], f"{path}{rank}")
+
+    @staticmethod
+    def load(path: str, model: nn.Module, optimizer, rank: int) -> None:
+        weights, state = torch.load(f"{path}{rank}", weights_only=False)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+
+
+class Distributed:
+    """``torch.distributed.checkpoint``."""
+
+    @staticmethod
+    def save(path: str, model: nn.Module, optimizer, rank: int) -> None:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+    @staticmethod
+    def load(path: str, model: nn.Module, optimizer, rank: int) -> None:
+        weights, state = get_state_dict(model, optimizer)
+        given = {"model": weights, "optimizer": state}
+        dcp.load(given, checkpoint_id=path)
+        set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=given["optimizer"]
+        )
+
+
+def name_of(case) -> str:
+    return "-".join(getattr(c, "__name__", str(c)) for c in case)
+
+
+def slow(*case):
+    return pytest.param(case, marks=pytest.mark.slow, id=name_of(case))
+
+
+CASES = [
+    (branches, adamw),
+    slow(branches, sgd),
+    slow(branches, adagrad),
+    slow(microbatches, adamw),
+    (microbatches, sgd),
+    slow(microbatches, adagrad),
+    (skips, adamw),
+    (skips, sgd),
+    (skips, adagrad),
+    (mixed_dtypes, adamw),
+    (unclipped, plain_sgd),
+    (rates, tensor_rate),
+    slow(rates, sgd),
+    (left_out, adamw),
+    slow(left_out, adagrad),
+    (two_optimizers, adamw),
+    (grown, adamw),
+    slow(grown, sgd),
+    (half_state, sgd),
+    slow(checkpoints, adamw, Files),
+    (checkpoints, adamw, Distributed),
+    (checkpoints, sgd, Files),
+    slow(checkpoints, sgd, Distributed),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_ugly_steps_are_eager_fsdp2s(case):
+    function, *args = case
+    for found in on_ranks(function, *args, world=2, timeout_s=480):
+        assert found
+        assert all(found), found
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {}])
+def test_inductors_graphs_update_as_the_optimizer_does(fake_world, options):
+    torch._dynamo.reset()
+    mesh, found = init_device_mesh("cpu", (fake_world,)), []
+    tokens = torch.arange(16).view(2, 8)
+    for planned in (True, False):
+        torch.manual_seed(0)
+        model = teb.data_parallel(Ugly(), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, **options)
+        passes = teb.recipe(model, units=UNITS)
+        if planned:
+            step = teb.train_step(model, optimizer, loss_of, passes=passes)
+        else:
+            backend = teb.backend("inductor", passes, model=model)
+            run = torch.compile(loss_of, backend=backend, fullgraph=True)
+        for _ in range(3):
+            if planned:
+                step(tokens)
+            else:
+                run(model, tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((digest(model), state_digest(optimizer)))
+    assert found[0] == found[1]
+
+
+@pytest.fixture
+def model(fake_world):
+    torch._dynamo.reset()
+    return teb.data_parallel(Ugly(), init_device_mesh("cpu", (fake_world,)))
+
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_a_step_that_fails_leaves_no_state(model, make):
+    failing = [True]
+
+    def compiler(gm, inputs):
+        def run(*args):
+            if failing[0] and stage_of(gm.graph) == "backward":
+                raise MemoryError
+            return gm.forward(*args)
+
+        return run
+
+    (optimizer,) = make(model)
+    passes = teb.recipe(model, units=UNITS)
+    step = teb.train_step(model, optimizer, loss_of, passes=passes, compiler=compiler)
+    before = digest(model)
+    for branch in (False, True):
+        with pytest.raises(MemoryError):
+            step(TOKENS, branch)
+        assert not optimizer.state
+    assert digest(model) == before
+    failing[0] = False
+    step(TOKENS)
+    left = [name for name, p in model.named_parameters() if p not in optimizer.state]
+    assert left == [f"{unit}.other.{name}" for unit in UNITS[:2] for name in ("weight", "bias")]
+    finite = [t for state in optimizer.state.values() for t in state.values()]
+    assert all(t.isfinite().all() for t in finite)
+
+
+def test_state_that_a_step_does_not_make_is_missed(model):
+    (optimizer,) = adamw(model)
+    passes = teb.recipe(model, units=UNITS)
+    step = teb.train_step(model, optimizer, loss_of, passes=passes, compiler="aot_eager")
+    step(TOKENS)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="AdamW has state of a parameter without max_exp_avg_sq"):
+        step(TOKENS)
+
+
+def test_state_of_a_checkpoint_with_another_dtype_is_cast(model):
+    """Load it as eager does, which casts; state that code casts itself trains as in eager."""
+    (optimizer,) = sgd(model)
+    passes = teb.recipe(model, units=UNITS)
+    step = teb.train_step(model, optimizer, loss_of, passes=passes, compiler="aot_eager")
+    step(TOKENS)
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["momentum_buffer"] = state["momentum_buffer"].to(BF16)
+    optimizer.load_state_dict(saved)
+    assert {s["momentum_buffer"].dtype for s in optimizer.state.values()} == {torch.float32}
+    step(TOKENS)
