@@ -21,6 +21,7 @@ _HOME_KEY = "bucketing_home_group"
 _REPLACES_KEY = "bucketing_replaces"
 _UPDATES_KEY = "bucketing_updates"
 _BUFFERS_KEY = "bucketing_buffer_bytes"
+_LARGEST_KEY = "bucketing_largest_numel"
 _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
 
 
@@ -95,6 +96,20 @@ def buffer_bytes(node: fx.Node) -> int:
 def updates_of(node: fx.Node) -> tuple[str, ...]:
     """List the parameters that a node updates."""
     return _noted(node, _UPDATES_KEY) or ()
+
+
+def set_largest_numel(node: fx.Node, numel: int) -> None:
+    """Note that a node handles this rank's shards, and the size of its result where it is largest.
+
+    Ranks have shards of different sizes, and estimates that have to be alike.
+    """
+    _note(node, _LARGEST_KEY, numel)
+
+
+def largest_numel(node: fx.Node) -> int | None:
+    """Return what :func:`set_largest_numel` noted, or None."""
+    found: int | None = _noted(node, _LARGEST_KEY)
+    return found
 
 
 def mark_replaced(start: fx.Node) -> None:

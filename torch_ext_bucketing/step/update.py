@@ -28,10 +28,10 @@ import torch.nn as nn
 
 from .._torch.aot import mark_backward
 from .._torch.descriptors import as_buffer, as_parameter
-from .._torch.sharded import shard_of
+from .._torch.sharded import largest_shard_bytes, largest_shard_numel, shard_of
 from ..fqns import parameter_names
 from ..graph.collectives import is_wait
-from ..graph.tags import buffer_bytes, set_updates, updates_of
+from ..graph.tags import buffer_bytes, set_largest_numel, set_updates, updates_of
 from ..reports.step import Owners, StepReport
 from .matrix import Update, append_matrices
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
@@ -180,10 +180,15 @@ class Epilogue:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the optimizer's state, and of gradients of earlier microbatches."""
-        state = sum(t.nbytes for of in self._states.values() for t in of)
-        earlier = (shard_of(self.trained[fqn].parameter) for fqn in self.accumulated)
-        return state + sum(p.nbytes for p in earlier)
+        """Bytes of optimizer state and earlier microbatches' gradients, on the rank with most."""
+        numel = {fqn: largest_shard_numel(p.parameter) for fqn, p in self.trained.items()}
+        state = sum(
+            t.element_size() * (numel[fqn] if t.dim() else 1)
+            for fqn, of in self._states.items()
+            for t in of
+        )
+        earlier = (largest_shard_bytes(self.trained[fqn].parameter) for fqn in self.accumulated)
+        return state + sum(earlier)
 
     def values(self) -> list[torch.Tensor]:
         """Return the values of the new inputs for a step, after making state that is missing."""
@@ -282,12 +287,14 @@ class _Appending:
         for value, p in self.found:
             # A trace without Dynamo has a gradient for each name of a parameter.
             found[p] = self.call(_aten.add.Tensor, found[p], value) if p in found else value
+            set_largest_numel(found[p], largest_shard_numel(p.parameter))
         for fqn in sorted(self.epilogue.accumulated):
             p = self.epilogue.trained[fqn]
             read = functools.partial(_gradient_of, p)
-            earlier = self._input(f"{fqn}.grad", read, shard_of(p.parameter))
+            earlier = self._input_of(p, "grad", read, shard_of(p.parameter))
             value = found.get(p)
             found[p] = earlier if value is None else self.call(_aten.add_.Tensor, earlier, value)
+            set_largest_numel(found[p], largest_shard_numel(p.parameter))
         return dict(sorted(found.items(), key=lambda each: each[0].place))
 
     def _clip(self, gradients: dict[Trained, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
@@ -320,7 +327,7 @@ class _Appending:
             assert group is not None
             shards[p] = shard = self._shard(p)
             state = [
-                self._input(f"{p.fqn}.{name}", functools.partial(epilogue.state, p.fqn, k))
+                self._input_of(p, name, functools.partial(epilogue.state, p.fqn, k))
                 for k, name in enumerate(group.names)
             ]
             if isinstance(group.rule, MatrixRule):
@@ -331,7 +338,7 @@ class _Appending:
             given = (*numbers[group], skip, first, [p.place], group.rule_name)
             options = group.rule.options_of(group.given)
             node = self.call(UPDATE, [shard], [gradients[p]], state, *given, options)
-            nbytes = group.rule.copies(group.given) * shard_of(p.parameter).nbytes
+            nbytes = group.rule.copies(group.given) * largest_shard_bytes(p.parameter)
             set_updates(node, (p.fqn,), nbytes)
         # Gradients of the last layers arrive first.
         epilogue.owners = append_matrices(self.call, matrices[::-1], skip, epilogue.exchange_bytes)
@@ -355,12 +362,27 @@ class _Appending:
         """Return the input with a parameter's shard, a new one if the graph does not read it."""
         forward = self.epilogue._shards.get(p.fqn)
         if forward is not None and forward.name in self.given:
-            return self.given[forward.name]
-        node = self._input(p.fqn, lambda: shard_of(p.parameter))
+            node = self.given[forward.name]
+            set_largest_numel(node, largest_shard_numel(p.parameter))
+            return node
+        node = self._input_of(p, "", lambda: shard_of(p.parameter))
         node.meta["desc"] = as_parameter(p.fqn)
         if forward is not None:
             # The same fake tensor: what forward saved may be a view of it.
             node.meta["val"] = forward.meta["val"]
+        return node
+
+    def _input_of(
+        self,
+        p: Trained,
+        name: str,
+        read: Callable[[], torch.Tensor],
+        like: torch.Tensor | None = None,
+    ) -> fx.Node:
+        """Return a new input with what a parameter has by that name, or with its shard."""
+        node = self._input(f"{p.fqn}.{name}" if name else p.fqn, read, like)
+        if node.meta["val"].dim():
+            set_largest_numel(node, largest_shard_numel(p.parameter))
         return node
 
     def _input(
@@ -381,6 +403,8 @@ class _Appending:
         with self.mode, torch.no_grad():
             given = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
             node.meta["val"] = None if target is UPDATE else target(*given[0], **given[1])
+        if target in _LISTS:
+            set_largest_numel(node, 0)
         self.made.append(node)
         return node
 

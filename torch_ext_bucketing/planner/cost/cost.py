@@ -32,7 +32,7 @@ from ...graph.collectives import (
     tensors_in,
 )
 from ...graph.size_hints import SizeHints
-from ...graph.tags import replaced_kind
+from ...graph.tags import largest_numel, replaced_kind
 from ...graph.work import work_of
 from ...graph.writes import written_values
 from .machine import H100, Machine
@@ -236,8 +236,11 @@ class Costs:
         work = work_of(node)
         if work is not None:
             return work.result
-        tensors = tensors_in(node.meta.get("val"))
-        return sum(self.hints(t.numel()) * t.dtype.itemsize for t in tensors)
+        largest = largest_numel(node)
+        return sum(
+            (self.hints(t.numel()) if largest is None else largest) * t.dtype.itemsize
+            for t in tensors_in(node.meta.get("val"))
+        )
 
     def _flops(self, node: fx.Node) -> float:
         from torch.utils.flop_counter import flop_registry
