@@ -38,14 +38,15 @@ class Rule:
         numbers: entries of a group that are read before every step; a pair has several numbers.
         options: entries of a group that choose the kernels.
         state: names of the tensors of a parameter's state for a group, in the operator's order.
-        copies: how many copies of the parameters' bytes the kernels allocate for a group.
+        copies: how many copies of a parameter's bytes the kernels hold, for a group that is updated
+            one parameter after the other, or not. The first step counts, too.
         run: calls the function of ``torch.optim``.
     """
 
     numbers: tuple[str, ...]
     options: tuple[str, ...]
     state: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    copies: Callable[[Mapping[str, Any]], int]
+    copies: Callable[[Mapping[str, Any], bool], int]
     run: Callable[..., None]
 
     def numbers_of(self, group: Mapping[str, Any]) -> list[float]:
@@ -73,10 +74,21 @@ def _adam_state(group: Mapping[str, Any]) -> tuple[str, ...]:
     return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
-def _adam_copies(group: Mapping[str, Any]) -> int:
-    """Count the denominator, and gradients that are negated or decayed."""
+def one_by_one(options: str, device: torch.device) -> bool:
+    """Return whether parameters are updated one after the other, which needs the least memory."""
+    given = options.split()
+    return "foreach=0" in given or ("foreach=-" in given and device.type == "cpu")
+
+
+def _adam_copies(group: Mapping[str, Any], single: bool) -> int:
+    """Count denominators, and gradients that are negated or decayed."""
+    if group["fused"]:
+        return 0
+    if not single:
+        return 1  # changed gradients are gone before the denominators
     decays = group["weight_decay"] and not group.get("decoupled_weight_decay")
-    return 0 if group["fused"] else 1 + int(bool(group["maximize"] or decays))
+    # A square root, its quotient, and the denominator of the parameter before.
+    return 3 + int(bool(group["maximize"] or decays))
 
 
 def _run_adam(
@@ -113,10 +125,15 @@ def _sgd_state(group: Mapping[str, Any]) -> tuple[str, ...]:
     return ("momentum_buffer",) if group["momentum"] else ()
 
 
-def _sgd_copies(group: Mapping[str, Any]) -> int:
-    """Count gradients that are negated or decayed, and those of Nesterov's momentum."""
-    changed = bool(group["maximize"] or group["weight_decay"] or group["nesterov"])
-    return 0 if group["fused"] else int(changed)
+def _sgd_copies(group: Mapping[str, Any], single: bool) -> int:
+    """Count changed gradients, and those that the first step copies for momentum."""
+    first, decays = bool(group["momentum"]), bool(group["weight_decay"])
+    if group["fused"]:
+        return first
+    if not single:
+        return first + bool(decays or group["maximize"])
+    # Negated gradients come before that of the last parameter is gone.
+    return first + min(2, 2 * group["maximize"] + decays + group["nesterov"])
 
 
 def _run_sgd(

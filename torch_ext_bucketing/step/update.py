@@ -35,7 +35,7 @@ from ..graph.tags import buffer_bytes, set_largest_numel, set_updates, updates_o
 from ..reports.step import Owners, StepReport
 from .matrix import Update, append_matrices
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
-from .rules import BY_NAME, UPDATE, MatrixRule, Rule, rule_of, state_of
+from .rules import BY_NAME, UPDATE, MatrixRule, Rule, one_by_one, rule_of, state_of
 
 _aten = torch.ops.aten
 _LISTS = (UPDATE, NORMS, _aten._foreach_mul_.Tensor)
@@ -338,7 +338,8 @@ class _Appending:
             given = (*numbers[group], skip, first, [p.place], group.rule_name)
             options = group.rule.options_of(group.given)
             node = self.call(UPDATE, [shard], [gradients[p]], state, *given, options)
-            nbytes = group.rule.copies(group.given) * largest_shard_bytes(p.parameter)
+            single = one_by_one(options, shard_of(p.parameter).device)
+            nbytes = group.rule.copies(group.given, single) * largest_shard_bytes(p.parameter)
             set_updates(node, (p.fqn,), nbytes)
         # Gradients of the last layers arrive first.
         epilogue.owners = append_matrices(self.call, matrices[::-1], skip, epilogue.exchange_bytes)
@@ -442,8 +443,11 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     last.args = args
     if last.target is UPDATE:
         fqns = [fqn for m in members for fqn in updates_of(m)]
-        # One tensor after the other takes the buffers of the largest.
-        together = max if "foreach=0" in last.args[-1].split() else sum  # type: ignore[union-attr]
+        # One tensor after the other takes the buffers of the largest. But the first step of SGD
+        # copies all gradients before it returns.
+        *_, fresh, _, _, options = last.args
+        single = fresh is None and one_by_one(options, last.args[0][0].meta["val"].device)  # type: ignore[arg-type,index,union-attr]
+        together = max if single else sum
         set_updates(last, fqns, together(map(buffer_bytes, members)))
     if last.meta["val"] is not None:
         last.meta["val"] = [v for m in members for v in m.meta["val"]]

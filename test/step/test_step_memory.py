@@ -1,0 +1,131 @@
+"""Bytes of updates in bounds on memory, alike on ranks with uneven shards, and as measured."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn as nn
+from collective_graphs import fake_group
+from step_pairs import Ugly, loss_of
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.planner.schedule.model import model_of
+from torch_ext_bucketing.reports.step import StepReport
+from torch_ext_bucketing.step.rules import BY_NAME, RULES, UPDATE, one_by_one
+
+NUMEL = 1 << 14
+IMPLEMENTATIONS = [{"foreach": True}, {"foreach": False}, {"foreach": None}, {"fused": True}]
+ADAM = [{}, {"weight_decay": 0.1}, {"maximize": True}, {"amsgrad": True}]
+SGD = [
+    {},
+    {"momentum": 0.9},
+    {"weight_decay": 0.1},
+    {"maximize": True},
+    {"momentum": 0.9, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True},
+]
+KINDS = [
+    *((torch.optim.Adam, options) for options in ADAM),
+    *((torch.optim.AdamW, options) for options in ADAM),
+    *((torch.optim.SGD, options) for options in SGD),
+]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_rules_count_what_kernels_allocate(implementation):
+    """Three equal parameters, in the first and the second step."""
+    for kind, options in KINDS:
+        parameters = [nn.Parameter(torch.ones(NUMEL)) for _ in range(3)]
+        optimizer = kind(parameters, lr=0.1, **implementation, **options)
+        (group,) = optimizer.param_groups
+        rule = BY_NAME[RULES[kind]]
+        single = one_by_one(rule.options_of(group), parameters[0].device)
+        first = []
+        for _ in range(2):
+            for p in parameters:
+                p.grad = torch.ones(NUMEL)
+            first.append(allocated(optimizer.step) / (4 * NUMEL))
+        if kind is not torch.optim.SGD:
+            first = first[1:]  # Adam's first step makes state
+        counted = rule.copies(group, single) * (1 if single and not options.get("momentum") else 3)
+        about = kind.__name__, implementation, options, first, counted
+        assert max(first) <= counted + 0.01, about  # counters of steps
+        if not (single and options.get("momentum")):
+            assert max(first) >= counted - 0.01, about
+
+
+def allocated(run) -> int:
+    """Return the most bytes that are allocated at one time."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate((nbytes for _, nbytes in memory), initial=0))
+
+
+TOKENS = torch.arange(16).view(2, 8)
+GIB = 2**30
+
+
+def backward(rank: int, make, passes_of, microbatches: int = 1, **options):
+    """Take a step; return it and its backward graph."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    with fake_group(4, rank):
+        model = teb.data_parallel(Ugly(), init_device_mesh("cpu", (4,)))
+        optimizer = make(model.parameters())
+        passes = passes_of(model, optimizer)
+        step = teb.train_step(model, optimizer, loss_of, passes=passes, compiler=keep, **options)
+        for _ in range(microbatches - 1):
+            step.accumulate(TOKENS)
+        step(TOKENS)
+        analysis = GraphAnalysis(graphs[-1])
+        return step, analysis, model_of(analysis)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, foreach=True, momentum=0.9, weight_decay=0.1)
+
+
+def bounded(model: nn.Module, optimizer):
+    memory = teb.PeakMemory(gib=20000 / GIB)
+    return teb.recipe(model, "speed", memory=memory, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (adamw, {}),
+        (adamw, {"max_norm": 1.0}),
+        (sgd, {"max_norm": 1.0, "microbatches": 2}),
+    ],
+)
+def test_ranks_with_uneven_shards_estimate_and_order_updates_alike(make, options):
+    """Rank 3 has no row of some parameters, and fewer of others."""
+    found = []
+    for rank in (0, 3):
+        step, analysis, model = backward(rank, make, bounded, **options)
+        times = [
+            ms
+            for node, ms in zip(analysis.dependencies.nodes, model.ms, strict=True)
+            if node.target is UPDATE
+        ]
+        (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
+        peak = analysis.peak_bytes
+        found.append((peak, times, report.updates, report.state_bytes, report.buffer_bytes))
+    assert found[0] == found[1]
+    assert found[0][1]
+    assert all(ms > 0 for ms in found[0][1])
