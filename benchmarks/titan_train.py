@@ -18,6 +18,10 @@ Every weight must be the same after each step, bit for bit. But gathered in bf16
 need not be like the others: autograd makes the gradient of a norm's bf16 weight in fp32 on CPU,
 which eager FSDP2 of torch 2.15 reduces as it is, and torchtitan's SimpleFSDP rounded to bf16.
 
+``--tensor`` is the number of ranks that share a layer, and ``--expert`` of those that share the
+experts, of torchtitan's debug model of DeepSeek-V3 then, its first two layers. Experts multiply in
+bf16, so it needs ``--gather bfloat16``.
+
 ``--pipeline`` names a schedule and its number of microbatches: two ranks of two stages each,
 sharded over two. torchtitan's stages of graphs (0.3.0) keep what a forward returned where torch
 2.15 has no place for it any more; here they get one.
@@ -55,7 +59,7 @@ WAYS = ("eager", "theirs", "ours", "step", "killed")
 GATHERED = ("float32", "bfloat16")
 RANKS, STEPS, KILLED = 4, 10, 5
 LIMIT_S = 600
-MIB = "TITAN_TRAIN_MIB"
+MIB, MODEL = "TITAN_TRAIN_MIB", "TITAN_TRAIN_MODEL"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,10 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gather", nargs="+", choices=GATHERED, default=GATHERED)
     parser.add_argument("--pipeline", metavar="SCHEDULE:MICROBATCHES", default="")
     parser.add_argument("--microbatches", type=int, default=1, help="of two samples")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks of tensor parallelism")
+    parser.add_argument("--expert", type=int, default=1, help="ranks of experts, of DeepSeek-V3")
     parser.add_argument("--mib", type=float, help="bounds what a rank of ours holds")
     add_json(parser)
     args = parser.parse_args(argv)
     environment = {} if args.mib is None else {MIB: str(args.mib)}
+    environment[MODEL] = "llama3" if args.expert == 1 else "deepseek_v3"
     rows: list[dict[str, Any]] = []
     for gathered in args.gather:
         ways: list[str] = []
@@ -76,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _assets(Path(name))
             for way in args.ways:
                 began = time.monotonic()
-                given = _given(gathered, args.pipeline, args.microbatches)
+                given = _given(gathered, args.pipeline, args.microbatches, args.tensor, args.expert)
                 losses, stages = _run(Path(name), way, given, environment)
                 row = {"way": way, "gathered": gathered, "losses": losses, "stages": stages}
                 row["seconds"] = round(time.monotonic() - began)
@@ -119,11 +126,15 @@ def _assets(folder: Path) -> None:
     (folder / "text" / "text.json").write_text("\n".join(lines))
 
 
-def _given(gathered: str, pipeline: str, microbatches: int) -> list[str]:
+def _given(gathered: str, pipeline: str, microbatches: int, tensor: int, expert: int) -> list[str]:
     """Return the options of ``train.py``."""
     given = ["--training.mixed_precision_param", gathered]
     if microbatches > 1:
-        given += ["--training.global_batch_size", str(2 * RANKS * microbatches)]
+        given += ["--training.global_batch_size", str(2 * RANKS // tensor * microbatches)]
+    if tensor > 1:
+        given += ["--parallelism.tensor_parallel_degree", str(tensor)]
+    if expert > 1:
+        given += ["--parallelism.expert_parallel_degree", str(expert)]
     if pipeline:
         schedule, of_stages = pipeline.split(":")
         given += ["--parallelism.pipeline_parallel_degree", "2"]
@@ -223,14 +234,17 @@ def _weights(out: Path, step: int) -> dict[str, bytes]:
 
 def eager() -> Any:
     """Return the config of the debug model under torchtitan's trainer: eager FSDP2."""
-    registry = importlib.import_module("torchtitan.models.llama3.config_registry")
-    return _small(registry.llama3_debugmodel())
+    name = os.environ.get(MODEL, "llama3")
+    registry = importlib.import_module(f"torchtitan.models.{name}.config_registry")
+    return _small(getattr(registry, f"{name}_debugmodel")())
 
 
 def theirs() -> Any:
     """Return the config of the same under its graph trainer."""
-    name = "torchtitan.experiments.graph_trainer.llama3.config_registry"
-    config = _small(importlib.import_module(name).graph_trainer_llama3_debugmodel())
+    name = os.environ.get(MODEL, "llama3")
+    module = f"torchtitan.experiments.graph_trainer.{name}.config_registry"
+    registry = importlib.import_module(module)
+    config = _small(getattr(registry, f"graph_trainer_{name}_debugmodel")())
     config.compile.disable_passes = ["cudagraph_pass"]
     return config
 
