@@ -10,6 +10,7 @@ from step_pairs import Ugly, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing._torch.sharded import largest_shard_numel
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.reports.step import StepReport
@@ -127,5 +128,12 @@ def test_ranks_with_uneven_shards_estimate_and_order_updates_alike(make, options
         peak = analysis.peak_bytes
         found.append((peak, times, report.updates, report.state_bytes, report.buffer_bytes))
     assert found[0] == found[1]
+    # Gradients of earlier microbatches are not state, which was taken off the bound.
+    updated = {fqn for fqns in found[0][2] for fqn in fqns}
+    numel = sum(
+        largest_shard_numel(p) for fqn, p in step.model.named_parameters() if fqn in updated
+    )
+    each = 4 * numel if make is sgd else 8 * numel + 4 * len(updated)
+    assert found[0][3] == each
     assert found[0][1]
     assert all(ms > 0 for ms in found[0][1])

@@ -65,7 +65,7 @@ class Extension(Protocol):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of new inputs that no other graph knows of."""
+        """Bytes of new inputs that a bound on memory covers apart from the graphs."""
 
     def values(self) -> list[torch.Tensor]:
         """Return the values of the new inputs, before each run of the graph that has them."""

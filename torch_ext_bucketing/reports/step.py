@@ -45,7 +45,7 @@ class StepReport(RewriteReport):
         updates: per call that updates parameters, their FQNs, in the order of the graph.
         norm_kernels: number of calls that compute norms of gradients.
         norm_reductions: number of all-reduces of the norm; None: no clipping.
-        state_bytes: bytes of optimizer state that the graph reads on this rank.
+        state_bytes: bytes of optimizer state that the graph reads on the rank with most.
         buffer_bytes: bytes that the largest update allocates while it runs.
         owners: per mesh, what its matrices' owners do, see :class:`Owners`; empty without Muon.
     """

@@ -180,15 +180,13 @@ class Epilogue:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of optimizer state and earlier microbatches' gradients, on the rank with most."""
+        """Bytes of optimizer state on the rank with most."""
         numel = {fqn: largest_shard_numel(p.parameter) for fqn, p in self.trained.items()}
-        state = sum(
+        return sum(
             t.element_size() * (numel[fqn] if t.dim() else 1)
             for fqn, of in self._states.items()
             for t in of
         )
-        earlier = (largest_shard_bytes(self.trained[fqn].parameter) for fqn in self.accumulated)
-        return state + sum(earlier)
 
     def values(self) -> list[torch.Tensor]:
         """Return the values of the new inputs for a step, after making state that is missing."""
