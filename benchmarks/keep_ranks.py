@@ -88,7 +88,7 @@ def _train(run: Any, model: Loss, rank: int, steps: int, first: int = 0) -> list
     return losses
 
 
-def _profiled(run: Any) -> tuple[dict[str, int], int]:
+def profiled(run: Any) -> tuple[dict[str, int], int]:
     """Return collectives by kind, and the most bytes allocated above those at the start."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     if cuda:
@@ -146,7 +146,7 @@ def _train_ours(
     losses = _train(compiled, ours, rank, STEPS)
     weights = digest(ours)
     inputs = sum(p._local_tensor.nbytes for p in ours.parameters())  # type: ignore[attr-defined]
-    counts, above = _profiled(lambda: _train(compiled, ours, rank, 1, STEPS))
+    counts, above = profiled(lambda: _train(compiled, ours, rank, 1, STEPS))
     buffers = sum(b.nbytes for b in ours.buffers())
     tokens = _tokens(0, 0, device).nbytes
     return compiler, losses, weights, counts, inputs + buffers + tokens + above

@@ -204,7 +204,7 @@ _MUON = MatrixRule(
     ("lr", "momentum", "weight_decay"),
     MUON_OPTIONS,
     lambda group: ("momentum_buffer",),
-    lambda group: 0,
+    lambda _, single: 0,
     _run_nothing,
 )
 RULES: dict[type, str] = {
