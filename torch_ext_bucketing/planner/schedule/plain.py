@@ -7,13 +7,19 @@ It knows no limit on memory, no window and no depth of prefetching, so no order 
 from __future__ import annotations
 
 import heapq
+import math
 
+from .list_schedule import ROUNDING
 from .model import Model
 from .streams import Streams
 
 
-def plain_schedule(model: Model) -> list[int]:
-    """Return the places of all nodes in the order of the plain list schedule."""
+def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | None:
+    """Return the places of all nodes in the order of the plain list schedule.
+
+    None: the step is known to take longer than ``at_most_ms``.
+    """
+    at_most_ms *= ROUNDING
     tail, ms, group, start_of = model.paths.tail, model.ms, model.group, model.start_of
     missing = [len(needs) for needs in model.dependencies.needs]
     streams = Streams(group, ms, model.shared)
@@ -21,7 +27,7 @@ def plain_schedule(model: Model) -> list[int]:
     ready: list[tuple[float, int]] = []
     waiting: list[tuple[float, float, int]] = []  # by the end of their collectives
     order: list[int] = []
-    now = 0.0
+    now, left = 0.0, model.paths.kernels_ms
 
     def add(i: int) -> None:
         if group[i] is not None:
@@ -40,11 +46,16 @@ def plain_schedule(model: Model) -> list[int]:
         if starts:
             _, i = heapq.heappop(starts)
             streams.launch(i, now)
+            late = streams.end[i] + tail[i] - ms[i] > at_most_ms
         else:
             i = heapq.heappop(ready)[1] if ready else heapq.heappop(waiting)[2]
             if start_of[i] >= 0:
                 now = max(now, streams.end[start_of[i]])
+            late = now + max(left, tail[i]) > at_most_ms
             now += ms[i]
+            left -= ms[i]
+        if late:
+            return None
         order.append(i)
         for j in model.dependencies.needed_by[i]:
             missing[j] -= 1

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch.fx as fx
@@ -138,15 +139,19 @@ def schedule(
     return report
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Try:
     """An order, and how far it misses the bounds of all policies."""
 
     name: str
     timeline: Timeline
-    misses: float
+    _misses: Callable[[Timeline], float]
     options: Options | None = None
     free: Options | None = None  # without the bounds
+
+    @cached_property
+    def misses(self) -> float:
+        return self._misses(self.timeline)
 
 
 class Scheduled(NamedTuple):
@@ -177,23 +182,40 @@ def schedule_model(
     policy: Policy | Iterable[Policy],
     reference_bytes: int | None,
     quick: bool = False,
-    at_most_ms: float = math.inf,
     final: bool = True,
     like: Options | None = None,
     near: bool = True,
 ) -> Scheduled:
-    """Find an order of a model, without any change to a graph.
+    """Find an order of a model, without any change to a graph; see :func:`schedule_within`."""
+    found = schedule_within(math.inf, model, policy, reference_bytes, quick, final, like, near)
+    assert found is not None
+    return found
+
+
+def schedule_within(
+    at_most_ms: float,
+    model: Model,
+    policy: Policy | Iterable[Policy],
+    reference_bytes: int | None,
+    quick: bool = False,
+    final: bool = True,
+    like: Options | None = None,
+    near: bool = True,
+) -> Scheduled | None:
+    """Find an order of a model that takes at most ``at_most_ms`` milliseconds.
 
     Args:
         model: the nodes to order.
         policy: see :func:`schedule`.
         reference_bytes: see :func:`schedule`.
         quick: try few orders.
-        at_most_ms: give up orders that take longer, in milliseconds.
         final: prefer the lowest peak of equal steps, and unless ``quick`` compute the bounds' cost.
         like: try orders of this sort first, then those that differ from the best one so far in one
             option, and all others if that misses a bound. None: try all.
         near: whether to try others than ``like``, too.
+
+    Returns:
+        None if the best order takes longer. Such orders are given up early.
     """
     policies = policies_of(policy)
     clock = time.perf_counter()
@@ -211,25 +233,30 @@ def schedule_model(
     spare = max((p.spare_bytes(case) for p in policies), default=0)
     limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
 
-    def judged(name: str, timeline: Timeline) -> _Try:
-        misses = sum(p.misses(case, timeline) for p in policies)
+    def misses(timeline: Timeline) -> float:
+        missed = sum(p.misses(case, timeline) for p in policies)
         if unbounded:
-            misses += max(0, timeline.peak_bytes - limit) / max(1, limit)
-        return _Try(name, timeline, misses)
+            missed += max(0, timeline.peak_bytes - limit) / max(1, limit)
+        return missed
 
     wanted = [c for p in policies for c in p.candidates(case, quick)]
     passes = list[tuple[ListScheduler, Timeline | None]]()
     bound = model.paths.bound_ms
 
+    def useful_ms() -> float:
+        """Return the longest step of an order that may be better than the best one so far."""
+        short = (t for t in tries if t.timeline.step_ms <= at_most_ms)
+        least = min(short, key=_rank, default=None)
+        if not wanted or least is None or least.misses:
+            return at_most_ms
+        if least.timeline.step_ms <= bound * ROUNDING:
+            return -1.0
+        # The final choice prefers the lower peak of equal steps, so these are made, too.
+        return min(at_most_ms, (1.0 if final else _WORTH) * least.timeline.step_ms)
+
     def tried(name: str, options: Options, free: Options) -> _Try | None:
         """Make an order, unless it can't be better than the best one so far."""
-        least = min(tries, key=_rank)
-        at_most = at_most_ms
-        if wanted and not least.misses:
-            if least.timeline.step_ms <= bound * ROUNDING:
-                return None
-            # The final choice prefers the lower peak of equal steps, so these are made, too.
-            at_most = min(at_most, (1.0 if final else _WORTH) * least.timeline.step_ms)
+        at_most = useful_ms()
         if at_most * ROUNDING < bound:
             return None
         if any(p.as_with(options) for p, _ in passes):
@@ -240,9 +267,9 @@ def schedule_model(
         passes.append((made, timeline))
         if timeline is None:
             return None
-        return replace(judged(name, timeline), options=options, free=free)
+        return _Try(name, timeline, misses, options, free)
 
-    tries = [judged(_GIVEN, given)]
+    tries = [_Try(_GIVEN, given, misses)]
     # The widest window first: narrower ones that give the same order need no pass.
     sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
     left = {free.sort: (name, free) for name, free in sorts}
@@ -264,12 +291,17 @@ def schedule_model(
             make(close)
             best = min(tries, key=_rank)
             first = best.free.sort if best.free is not None else first
-    best = min(tries, key=_rank)
-    unchanged = best.free is None and best.timeline.step_ms <= at_most_ms
-    if first is None or (near and (best.misses or unchanged)):
-        make([*left])
+    if near or first is None:
+        best = min(tries, key=_rank)
+        unchanged = best.free is None and best.timeline.step_ms <= at_most_ms
+        if first is None or best.misses or unchanged:
+            make([*left])
     if wanted:
-        tries.append(judged(_PLAIN, Timeline.of(model, plain_schedule(model))))
+        plain = plain_schedule(model, useful_ms())
+        if plain is not None:
+            tries.append(_Try(_PLAIN, Timeline.of(model, plain), misses))
+        if min(t.timeline.step_ms for t in tries) > at_most_ms:
+            return None
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=_rank)
         if best.free is not None and not best.misses:  # it may keep the bounds without them, too
@@ -278,6 +310,8 @@ def schedule_model(
     else:  # no policy is for speed: the order changes only if it misses a bound
         best = min(tries, key=lambda t: t.misses)
     reached = best.timeline
+    if reached.step_ms > at_most_ms:
+        return None
     cost, dear = 0.0, list[str]()
     if best.free is not None and wanted and final and not quick:
         cost = max(0.0, reached.step_ms - _made_with(model, best.free, passes).step_ms)

@@ -11,13 +11,14 @@ wait holds the compute stream until its collective ends::
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from .model import Model
 from .streams import Streams
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """An order on a machine.
 
@@ -28,39 +29,42 @@ class Timeline:
         step_ms: the end of the last stream.
         compute_ms: milliseconds that the compute stream is busy.
         exposed_ms: milliseconds that it waits for communication, also after its last kernel.
-        live: bytes live while each node of ``order`` runs.
-        peak_bytes: the most of them.
-        longest_run: most compute nodes before a reduce-scatter start and after the one before it;
-            0 without reduce-scatters.
     """
 
-    order: tuple[int, ...]
-    begin: tuple[float, ...]
-    end: tuple[float, ...]
+    order: Sequence[int]
+    begin: Sequence[float]
+    end: Sequence[float]
     step_ms: float
     compute_ms: float
     exposed_ms: float
-    live: tuple[int, ...]
-    peak_bytes: int
-    longest_run: int
+    _model: Model = field(repr=False)
 
     @staticmethod
     def of(model: Model, order: Sequence[int] | None = None) -> Timeline:
         """Compute the timeline of ``order``, by default the graph's."""
         order = range(len(model)) if order is None else order
         streams, step, busy = _run(model, order)
-        live = model.liveness.profile(order)
-        return Timeline(
-            tuple(order),
-            tuple(streams.begin),
-            tuple(streams.end),
-            step,
-            busy,
-            step - busy,
-            tuple(live),
-            max(live, default=model.liveness.at_start),
-            longest_compute_run(model, order),
-        )
+        return Timeline(order, streams.begin, streams.end, step, busy, step - busy, model)
+
+    # Most orders of a search are too long, and nobody reads their memory.
+
+    @cached_property
+    def live(self) -> Sequence[int]:
+        """Bytes live while each node of ``order`` runs."""
+        return self._model.liveness.profile(self.order)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes that are live at any time."""
+        return max(self.live, default=self._model.liveness.at_start)
+
+    @cached_property
+    def longest_run(self) -> int:
+        """Most compute nodes before a reduce-scatter start and after the one before it.
+
+        0 without reduce-scatters.
+        """
+        return longest_compute_run(self._model, self.order)
 
 
 def step_ms(model: Model, order: Sequence[int]) -> float:

@@ -51,7 +51,7 @@ from ..cost.machine import H100, Machine
 from ..schedule.model import Model, model_of
 from ..schedule.options import Options
 from ..schedule.policy import Policy, policies_of
-from ..schedule.scheduler import Scheduled, rank, schedule_model
+from ..schedule.scheduler import Scheduled, rank, schedule_within
 from .merged_model import merged_model
 from .moves import moves
 
@@ -411,17 +411,15 @@ class _Search:
             if model.paths.bound_ms > best_ms:
                 return None
             # Try all orders: a few would rank plans by how well these few keep the bounds.
-            found = schedule_model(
+            self._known[key] = schedule_within(
+                best_ms,
                 model,
                 self._policies,
                 self._reference,
-                at_most_ms=best_ms,
                 final=False,
                 like=like or (self.chosen.sort if self.tried else None),
                 near=like is None,
             )
-            if found.report.step_ms[1] <= best_ms:
-                self._known[key] = found
         return self._known[key]
 
     @cached_property
