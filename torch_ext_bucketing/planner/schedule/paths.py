@@ -45,7 +45,8 @@ class Paths:
 
     def __init__(self, model: NodeTable) -> None:
         self._model = model
-        self.tail = _longest(model, back=False)
+        self._between: dict[tuple[int, int], float] = {}
+        self.tail = _longest(model, False, self._between)
         self.kernels_ms = sum(ms for ms, g in zip(model.ms, model.group, strict=True) if g is None)
 
     @cached_property
@@ -69,7 +70,7 @@ class Paths:
         to them and before the longest one from them.
         """
         model, tail = self._model, self.tail
-        head = _longest(model, back=True)
+        head = _longest(model, True, self._between)
         least = max((a + b - ms for a, b, ms in zip(head, tail, model.ms, strict=True)), default=0)
         for mine in self._work().values():
             work = [(head[i] - ms, ms, tail[i] - ms) for i, ms in mine if ms]
@@ -142,8 +143,11 @@ def _one_after_the_other(work: list[tuple[float, float, float]]) -> float:
     return end
 
 
-def _longest(model: NodeTable, back: bool) -> list[float]:
+def _longest(model: NodeTable, back: bool, known: dict[tuple[int, int], float]) -> list[float]:
     """Compute, by place, the longest path from the node, or to it (``back``), in milliseconds.
+
+    ``known`` keeps the time of the kernels between two collectives, most of which are neighbours
+    both ways.
 
     The time between two collectives of a path is that of all kernels between them, because these
     share the compute stream::
@@ -165,9 +169,11 @@ def _longest(model: NodeTable, back: bool) -> list[float]:
             elif path[j] > longest and group[second] is not None:
                 longest = path[j]  # one stream runs them one after the other
         if group[i] is not None and near[i] >= 0 and abs(i - near[i]) <= _NEAR:
-            between = _between(model, *sorted((i, near[i])))
-            computed = sum(model.ms[j] for j in sorted(between) if group[j] is None)
-            waiting_ms = max(waiting_ms, computed + path[near[i]])
+            pair = (near[i], i) if back else (i, near[i])
+            if pair not in known:
+                between = sorted(_between(model, *pair))
+                known[pair] = sum(model.ms[j] for j in between if group[j] is None)
+            waiting_ms = max(waiting_ms, known[pair] + path[near[i]])
         path[i] = model.ms[i] + max(longest, waiting_ms)
     return path
 
