@@ -210,6 +210,7 @@ class _Search:
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._worth = _WORTH
         self._large = len(analysis.nodes) > _SMALL
+        self._bucket_ms: dict[tuple[fx.Node, ...], float] = {}
         self._models: dict[_Buckets, Model] = {}
         self._known: dict[tuple[_Buckets, Options | None], Scheduled | None] = {}
 
@@ -388,11 +389,13 @@ class _Search:
         merged = {m for b in plan.buckets for m in b.members}
         alone = ((start,) for start in self._groups if start not in merged)
         for members in (*alone, *(b.members for b in plan.buckets)):
-            if all(m in self._replaced for m in members):
-                ms = sum(ms for _, ms in self._costs.in_rank_order(members))
-            else:
-                ms = self._costs.bucket(members)
-            busy[self._groups[members[0]]] += ms
+            if members not in self._bucket_ms:
+                if all(m in self._replaced for m in members):
+                    ms = sum(ms for _, ms in self._costs.in_rank_order(members))
+                else:
+                    ms = self._costs.bucket(members)
+                self._bucket_ms[members] = ms
+            busy[self._groups[members[0]]] += self._bucket_ms[members]
         return max(busy.values(), default=0.0)
 
     def _best_ms(self) -> float:
