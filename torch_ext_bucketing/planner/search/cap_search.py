@@ -10,8 +10,8 @@ the graph, so the search plans several caps, and schedules the model of each mer
    if the step is far from its lower bound;
 3. with the best caps and the next larger ones, buckets of reduce-scatters that are closed where
    compute runs would become long;
-4. in small graphs, moving members between neighbouring buckets of the best plan, cutting and
-   joining buckets;
+4. in small graphs, if the step is far from its lower bound, moving members between neighbouring
+   buckets of the best plan, cutting and joining buckets;
 5. the plans of users' planners.
 
 Scheduling takes most of the time, so bounds prune the search: plans come in the order of their
@@ -71,7 +71,7 @@ _WORTH = 0.998  # a step must be shorter than this part of the best step
 _WORTH_MOVES = 0.999  # the same while members are moved, which mostly adds a bucket
 
 _SMALL = 2000  # nodes; larger graphs move no members, and try one sort for caps between rungs
-_MOVED_NODES = 40_000  # most nodes to schedule for moves, over all plans
+_MOVED_NODES = 20_000  # most nodes to schedule for moves, over all plans
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
@@ -260,7 +260,8 @@ class _Search:
             self._try(best or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
                 self._try(cap, _SHORT_RUN)
-        if largest and not self._large and not self.chosen.report.misses:
+        small = largest and not self._large
+        if small and not self.chosen.report.misses and not self._within(_AT_FLOOR, self._floor_ms):
             self._move_members()
         for name, plan in others.items():
             self._try_plan(plan, None, name)
