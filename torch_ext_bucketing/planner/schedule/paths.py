@@ -146,8 +146,8 @@ def _one_after_the_other(work: list[tuple[float, float, float]]) -> float:
 def _longest(model: NodeTable, back: bool, known: dict[tuple[int, int], float]) -> list[float]:
     """Compute, by place, the longest path from the node, or to it (``back``), in milliseconds.
 
-    ``known`` keeps the time of the kernels between two collectives, most of which are neighbours
-    both ways.
+    ``known`` keeps the time of the kernels between two collectives. Both directions mostly meet the
+    same pairs.
 
     The time between two collectives of a path is that of all kernels between them, because these
     share the compute stream::
