@@ -66,6 +66,7 @@ _LARGEST_MB = 2000.0  # the limit of torch's overlap-preserving bucketer
 _SHORT_RUN = 8
 
 _AT_FLOOR = 1.015  # no other caps once step / bound of any plan is at most this
+_MOVES_AT_FLOOR = 1.01  # the same for moves
 _NEAR_BOUND = 1.02  # no caps between the rungs once step / the plan's own bound is at most this
 _WORTH = 0.998  # a step must be shorter than this part of the best step
 _WORTH_MOVES = 0.999  # the same while members are moved, which mostly adds a bucket
@@ -260,8 +261,8 @@ class _Search:
             self._try(best or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
                 self._try(cap, _SHORT_RUN)
-        small = largest and not self._large
-        if small and not self.chosen.report.misses and not self._within(_AT_FLOOR, self._floor_ms):
+        small = largest and not self._large and not self.chosen.report.misses
+        if small and not self._within(_MOVES_AT_FLOOR, self._floor_ms):
             self._move_members()
         for name, plan in others.items():
             self._try_plan(plan, None, name)
