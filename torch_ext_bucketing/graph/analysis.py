@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from .._torch.aot import stage_of
 from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kind_of
-from .dependencies import Dependencies
+from .dependencies import Dependencies, unused
 from .liveness import Storages, storages_of
 from .records import Collective, gradient_sums
 from .regions import positions
@@ -113,6 +113,11 @@ class GraphAnalysis:
     def shard_side(self) -> ShardSide:
         """Nodes that may be different on other ranks; see :mod:`.uneven`."""
         return shard_side(self.graph, self.hints)
+
+    @cached_property
+    def free(self) -> set[fx.Node]:
+        """Nodes that take no time: those of :attr:`shard_side`, and those without a user."""
+        return {*self.shard_side.nodes, *unused(self.dependencies.nodes)}
 
     @cached_property
     def dependencies(self) -> Dependencies:

@@ -2,15 +2,16 @@
 
 A compute node takes its FLOPs, counted by torch's FLOP counter, over the machine's rate for their
 dtype, or the time to move its bytes if that is longer. Other kernels move their bytes; views take
-no time. A collective takes the time of the machine's table or network levels (:mod:`.machine`),
-else of torch's model of NCCL (``torch._inductor.comm_analysis``, which follows NCCL's tuning
-model). A machine's own ``estimate`` comes first.
+no time. With ``Machine(fuses=True)`` those that Inductor fuses are one kernel (:mod:`.fusion`). A
+collective takes the time of the machine's table or network levels (:mod:`.machine`), else of
+torch's model of NCCL (``torch._inductor.comm_analysis``, which follows NCCL's tuning model). A
+machine's own ``estimate`` comes first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from ...graph.size_hints import SizeHints
 from ...graph.tags import largest_numel, replaced_kind
 from ...graph.work import work_of
 from ...graph.writes import written_values
+from .fusion import is_fused, kernels_of
 from .machine import H100, Machine
 from .network import is_time
 
@@ -90,6 +92,29 @@ class Costs:
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
             ms = max(ms, self._flops(node) / rate * 1e3 * self._factor("kernel"))
         return ms
+
+    def times(self, nodes: Sequence[fx.Node], absent: Collection[fx.Node] = ()) -> list[float]:
+        """Return the milliseconds of nodes that run together; 0 for ``absent`` ones.
+
+        Where the machine's kernels are fused, the time of a fused one is divided among the values
+        that it writes, by the bytes that it moves for each. What it computes on the way is 0.
+
+        Args:
+            nodes: nodes of one graph, in its order. What others read is written to memory.
+            absent: nodes that may differ from rank to rank, or that don't run.
+        """
+        shared: dict[fx.Node, float] = {}
+        if self.machine.fuses:
+            for node in nodes:
+                if node not in absent and is_fused(node) and self._estimated(node, None) is None:
+                    shared[node] = 0.0
+            for kernel in kernels_of(nodes, self.result_bytes, absent):
+                ms = self.kernel(kernel.nbytes) / max(kernel.nbytes, 1)
+                for node, nbytes in kernel.shares.items():
+                    if node in shared:
+                        shared[node] += ms * nbytes
+        given = (0.0 if n in absent else shared.get(n) for n in nodes)
+        return [self(n) if ms is None else ms for n, ms in zip(nodes, given, strict=True)]
 
     def kernel(self, nbytes: int) -> float:
         """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""

@@ -61,6 +61,8 @@ class Machine:
         inter: the network between nodes. Every rank of a node has its ``bandwidth``.
         factors: what times are multiplied by, by kind of collective and ``"kernel"``; others by 1.
             ``tune`` finds them by measuring (:meth:`corrected`).
+        fuses: whether elementwise operators and reductions run as the kernels that Inductor would
+            fuse them to; else each runs alone, as with ``"aot_eager"``.
         estimate: ``(node, nbytes | None) -> ms | None``, called first, for kernels and collectives.
             ``nbytes`` (input and output) is given for a bucket that isn't merged yet. None leaves
             the node to the rest of the machine. It must return the same on every rank, so it must
@@ -84,6 +86,7 @@ class Machine:
     intra: Level | None = None
     inter: Level | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
+    fuses: bool = False
     estimate: Callable[[fx.Node, int | None], float | None] | None = None
 
     def __post_init__(self) -> None:

@@ -178,7 +178,7 @@ class PartitionedModel:
             again.update(n for nodes in found.groups.values() for n in nodes)
             again.update(found.views)
             self.activations = found
-        split = _Split(graph, joint, again)
+        split = _Split(graph, joint, again, costs)
         both = split.forward_model(), split.backward_model()
         planner = planner or ByUnit(units)
         self.forward, backward = (_merged(m, planner, costs, rank_order) for m in both)
@@ -423,8 +423,11 @@ def _rows(model: Model, places: Sequence[int]) -> Iterator[Row]:
 class _Split:
     """Split a joint graph's nodes into forward and backward."""
 
-    def __init__(self, graph: fx.Graph, joint: Model, chains: Collection[fx.Node]) -> None:
+    def __init__(
+        self, graph: fx.Graph, joint: Model, chains: Collection[fx.Node], costs: Costs
+    ) -> None:
         liveness = joint.liveness
+        self._costs = costs
         self._joint, self._live = joint, liveness
         nodes = joint.dependencies.nodes
         in_forward = _aot.forward_nodes(graph)
@@ -493,11 +496,14 @@ class _Split:
         self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
     ) -> Model:
         there, rows = dict(given), list[Row]()
-        for row in _rows(self._joint, places):
+        # A kernel ends where its half does: what the other half reads is written.
+        nodes = self._joint.dependencies.nodes
+        times = self._costs.times([nodes[i] for i in places], self._joint.graph.free)
+        for row, ms in zip(_rows(self._joint, places), times, strict=True):
             fresh = tuple(s for s in row.allocates if s not in there)
             there.update(dict.fromkeys(fresh))
             touched = tuple(s for s in row.touches if s in there)
-            rows.append(row._replace(allocates=fresh, touches=touched))
+            rows.append(row._replace(allocates=fresh, touches=touched, ms=ms))
         return self._joint.rebuilt(rows, {}, self._live.size, kept, at_start)
 
 

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import Kind, is_compute, is_view, kind_of, started_by
-from ...graph.dependencies import Precedence, unused
+from ...graph.dependencies import Precedence
 from ...graph.liveness import Storages
 from ...graph.size_hints import GivenHints, SizeHints
 from ...graph.tags import replaced_kind
@@ -42,12 +42,11 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         graph = GraphAnalysis.of(graph)
         costs = Costs(machine, graph.hints)
     dependencies = graph.dependencies
-    free = {*graph.shard_side.nodes, *unused(dependencies.nodes)}
     nodes, index = dependencies.nodes, dependencies.index
     return Model(
         dependencies=dependencies,
         liveness=graph.liveness,
-        ms=[0.0 if n in free else costs(n) for n in nodes],
+        ms=costs.times(nodes, graph.free),
         group=[dependencies.group.get(i) for i in range(len(nodes))],
         start_of=[-1 if (s := started_by(n)) is None else index[s] for n in nodes],
         compute=[is_compute(n) for n in nodes],
