@@ -130,8 +130,8 @@ def fake_gpu() -> Iterator[None]:
 
     It needs a torch with CUDA, and triton.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found, unused-ignore]
+    from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
 
     h100 = SimpleNamespace(
         name="NVIDIA H100",
