@@ -6,9 +6,8 @@
 
 Linears are torchao's, scaled by the largest value of each weight; needs torchao. Gathers are those
 of forward and backward. Steps are estimates for H100s on the passes of ``recipe(model, "speed")``:
-with each operator that scales or casts as a kernel of its own, as the cost model has it, which is
-too long for float8; and with those that Inductor fuses as one kernel. Buckets are counted for
-these.
+with each operator as a kernel of its own, which is too long for float8, and with those that
+Inductor fuses as one (``Machine(fuses=True)``). Buckets are counted for these.
 
 Kernels are the functions that Inductor generates, and its calls of others, products among them, in
 forward and backward of two blocks, with embedding and head: without any bucketing and with
@@ -35,13 +34,10 @@ from eager_parity.devices import nodes
 from eager_parity.models import MODELS, build, units_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import (
-    is_view,
     kind_of,
-    tensors_in,
     wire_bytes,
 )
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.testing.demo.table import columns
@@ -80,7 +76,7 @@ Merged = tuple[int, float]
 def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
     """Return a step's gathered bytes, its collectives before bucketing, and the bucketed step.
 
-    The step is timed by the package's cost model and by one of fused kernels.
+    The step is timed with each operator as a kernel, and with fused ones.
     """
     world = start_world(Layout(fsdp=64))
 
@@ -106,11 +102,11 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
         before += sum(GraphAnalysis(gm.graph).counts.values())
     policies = [teb.Overlap(), teb.PeakMemory(ratio=1.02)]
     found = list[Merged]()
-    for estimate in (None, Fused()):
+    for fuses in (False, True):
         after, step_ms = 0, 0.0
         for gm in graphs.values():
             copy = fx.GraphModule(gm, copy_graph(gm.graph))
-            machine = replace(nodes(None), estimate=estimate)
+            machine = replace(nodes(None), fuses=fuses)
             report = teb.BucketAndSchedule(policies, machine=machine)(copy)
             after += sum(GraphAnalysis(copy.graph).counts.values())
             step_ms += report.schedules[-1].step_ms[1]
@@ -154,78 +150,6 @@ _CALL = (
     r"(?m)^ +(?:\w+ = )?"
     r"(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.(?:aten|_c10d_functional)\.\w+)\b"
 )
-
-
-class Fused:
-    """Time pointwise operators and reductions as parts of fused kernels.
-
-    What only its own kernel reads is neither written nor read. A kernel ends before a node that
-    waits for another kernel, and after a reduction of all elements.
-    """
-
-    def __init__(self) -> None:
-        self._costs = Costs(nodes(None))
-        self._kernel: dict[fx.Node, int] = {}  # length of the chain of kernels before it
-        self._known: tuple[fx.Graph, int] | None = None
-
-    def __call__(self, node: fx.Node, nbytes: int | None) -> float | None:
-        """Estimate a node's milliseconds, as :class:`.Machine` expects."""
-        if nbytes is not None or not (_is_pointwise(node) or _is_reduction(node)):
-            return None
-        known = node.graph, len(node.graph.nodes)
-        if known != self._known:  # or changed by merging
-            self._known = known
-            self._find_kernels(node.graph)
-        read = sum(self._costs.result_bytes(n) for n in node.all_input_nodes if not self._stays(n))
-        if self._stays(node):
-            return read / self._costs.machine.bandwidth * 1e3
-        return self._costs.kernel(read + self._costs.result_bytes(node))
-
-    def _find_kernels(self, graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            fuses = _is_pointwise(node) or _is_reduction(node)
-            self._kernel[node] = max(
-                (self._kernel[n] + self._ends(n, fuses, node) for n in node.all_input_nodes),
-                default=0,
-            )
-
-    @staticmethod
-    def _ends(made: fx.Node, fuses: bool, node: fx.Node) -> bool:
-        if is_view(node):
-            return False
-        while is_view(made) and made.all_input_nodes:
-            made = made.all_input_nodes[0]
-        joins = _is_pointwise(made) or (_is_reduction(made) and _numel(made) > 1)
-        return not (fuses and joins)
-
-    def _stays(self, node: fx.Node) -> bool:
-        while is_view(node) and node.all_input_nodes:
-            node = node.all_input_nodes[0]
-        return _is_pointwise(node) and all(
-            self._kernel[reader] == self._kernel[node]
-            and (_is_reduction(reader) or _numel(reader) == _numel(node))
-            for reader in _readers(node)
-        )
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Return the users of a value, looking through views."""
-    found = list[fx.Node]()
-    for user in node.users:
-        found += _readers(user) if is_view(user) else [user]
-    return found
-
-
-def _numel(node: fx.Node) -> int:
-    return sum(t.numel() for t in tensors_in(node.meta.get("val")))
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return torch.Tag.reduction in getattr(node.target, "tags", ())
 
 
 if __name__ == "__main__":
