@@ -24,6 +24,7 @@ import torch
 import torch.fx as fx
 
 from ...graph.collectives import is_collective, is_compute, is_view, tensors_in
+from ...graph.work import work_of
 
 _aten = torch.ops.aten
 _MORE_POINTWISE = frozenset(
@@ -138,6 +139,11 @@ class _Walk:
             self._sizes[node] = self._bytes(node)
         return self._sizes[node]
 
+    def _numel(self, node: fx.Node) -> int:
+        """Return the elements of a result, by its bytes: sizes may depend on data."""
+        value = node.meta.get("val")
+        return self._size(node) // value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
     def _is_read_outside(self, node: fx.Node) -> bool:
         """Return whether a value outlives the nodes; views are looked through."""
         users = [u for u in node.users if u not in self._absent]
@@ -158,14 +164,14 @@ class _Walk:
                 if several:
                     self._made_by[node] = self._made_by[first]
                 self._settle(node)
+        elif not is_fused(node):
+            self._call(node)
         elif target in _SCATTERS:
             self._scatter(node, _SCATTERS[target])
         elif is_reduction(node):
             self._reduce(node)
-        elif is_fused(node):
-            self._compute(node)
         else:
-            self._call(node)
+            self._compute(node)
 
     def _reads(self, inputs: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """Return the bytes that a kernel with these inputs reads of each buffer."""
@@ -184,7 +190,7 @@ class _Walk:
     def _compute(self, node: fx.Node) -> None:
         inputs, target = node.all_input_nodes, node.target
         if target is _aten.copy_.default:
-            self._join(node, self._reads(inputs[1:]), (numel_of(node), 1), into=inputs[0])
+            self._join(node, self._reads(inputs[1:]), (self._numel(node), 1), into=inputs[0])
             return
         if target in (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default):
             reads = self._reads(inputs)  # of the table, no more than is returned
@@ -195,7 +201,7 @@ class _Walk:
             reads = self._reads(inputs)
         if target is _aten.cat.default and (self._cpu or len(inputs) > _CAT):
             for part in inputs:
-                space, nbytes = (numel_of(part), 1), self._size(part)
+                space, nbytes = (self._numel(part), 1), self._size(part)
                 self._join(node, self._reads([part]), space, nbytes=nbytes, alone=self._cpu)
             return
         self._inline[node] = reads
@@ -228,7 +234,7 @@ class _Walk:
 
     def _write(self, node: fx.Node) -> None:
         reads = self._inline.pop(node)
-        self._join(node, reads, (numel_of(node), 1))
+        self._join(node, reads, (self._numel(node), 1))
 
     def _call(self, node: fx.Node) -> None:
         """Add a kernel of another library, or any other operator."""
@@ -247,19 +253,19 @@ class _Walk:
         assert isinstance(base, fx.Node)
         assert isinstance(values, fx.Node)
         if not str(node.target).partition(".")[0].endswith("put_"):
-            self._join(node, self._reads([base]), (numel_of(node), 1))
+            self._join(node, self._reads([base]), (self._numel(node), 1))
         rest = [n for n in node.all_input_nodes if n is not base]
-        moved = min(numel_of(values) * node.meta["val"].dtype.itemsize, self._size(node))
+        moved = min(self._numel(values) * node.meta["val"].dtype.itemsize, self._size(node))
         if "index_put" not in str(node.target) or "accumulate" in str(node.target) or node.args[3:]:
             moved *= 2  # each value is added to what is there
-        self._join(node, self._reads(rest), (numel_of(values), 1), into=node, nbytes=moved)
+        self._join(node, self._reads(rest), (self._numel(values), 1), into=node, nbytes=moved)
         root = self._root.get(base, base)
         if root in self._made_by:
             self._made_by[root] = self._made_by[node]
 
     def _reduce(self, node: fx.Node) -> None:
         first = node.all_input_nodes[0]
-        whole, results = numel_of(first), max(numel_of(node), 1)
+        whole, results = self._numel(first), max(self._numel(node), 1)
         terms = max(whole // results, 1)
         reads = self._reads(node.all_input_nodes)
         by_rows = reduces_rows(node)
@@ -323,7 +329,7 @@ class _Walk:
                 at, kernel.space, kernel.closed = number, both, closed
                 break
         if at < 0:
-            flat = all(n == self._size(b) and numel_of(b) == space[0] for b, n in reads.items())
+            flat = all(n == self._size(b) and self._numel(b) == space[0] for b, n in reads.items())
             at = self._number(Kernel(space, closed=closed, flat=flat and space[1] == 1), ())
         kernel = self._at[at]
         assert kernel is not None
@@ -364,14 +370,10 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
     return (n, r) if r > 1 and m in (n, n * r) else None
 
 
-def numel_of(node: fx.Node) -> int:
-    return sum(int(t.numel()) for t in tensors_in(node.meta.get("val")))
-
-
 def is_fused(node: fx.Node) -> bool:
     """Return whether a node is part of a kernel that Inductor generates."""
     target, is_tensor = node.target, isinstance(node.meta.get("val"), torch.Tensor)
-    if is_view(node) or not is_tensor:
+    if is_view(node) or not is_tensor or work_of(node) is not None:
         return False
     return target in _SCATTERS or is_pointwise(node) or is_reduction(node)
 
