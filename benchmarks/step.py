@@ -2,12 +2,17 @@
 
     python -m benchmarks.step                     # 2 ranks on gloo, CPU seconds
     python -m benchmarks.step --layers 12 --json results/step.json
+    python -m benchmarks.step --between llama3_8b_fsdp64        # what the next step waits for
 
 A transformer is trained on tiny batches by three ways, step by step in turn: ``planned`` is
 ``train_step``; ``eager`` is the same forward and backward graphs, then ``clip_grad_norm_`` and
 ``optimizer.step()`` on ``DTensor`` parameters, timed by themselves. What the planned step takes
 beyond eager's graphs is its optimizer part. Seconds are CPU seconds of a rank (one thread), medians
 over steps, so that other programs on the machine count little.
+
+``--between`` plans a graph of :mod:`.graphs` on the default machine instead, and prints the gathers
+that forward waits for, and when the last reductions of backward end: a gather can't begin before
+its parameters are updated.
 
 Exit status: 0, or 1 if weights differ.
 """
@@ -23,6 +28,12 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.graph.collectives import collective_kind
+from torch_ext_bucketing.graph.tags import tag_of
+from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.step import StepReport
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
@@ -31,6 +42,7 @@ from torch_ext_bucketing.testing.ring import ring_rank
 from torch_ext_bucketing.testing.training import digest
 
 from .command import add_json, add_number, document_of, parser_of, title, write_results
+from .graphs import load
 
 WAYS = (("foreach", None), ("foreach", 1.0), ("fused", 1.0))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_number(parser, "dim", 128, "width")
     add_number(parser, "steps", 30, "timed steps")
     add_json(parser)
+    parser.add_argument("--between", metavar="GRAPH", help="print what the next step waits for")
     args = parser.parse_args(argv)
+    if args.between is not None:
+        print("\n".join(between_steps(args.between)))
+        return 0
     found = run_ranks(times, 2, args.layers, args.dim, args.steps, timeout_s=1800)
     document = document_of("python -m benchmarks.step", argv) | {"rows": found[0]}
     head = ["AdamW", "clipped", "parameters", "calls", "eager ms", "planned ms", "ratio", "equal"]
@@ -59,6 +75,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.append([row["optimizer"], clipped, *counts, *shown, equal])
     write_results(args.json, document, f"{title(document)}\n\n{columns(table)}")
     return 0 if all(row["equal"] for ranks in found for row in ranks) else 1
+
+
+def between_steps(name: str) -> list[str]:
+    """List what forward waits for, and the ends of the last reductions of backward."""
+    lines = []
+    for phase, kind in (("forward", "all_gather"), ("backward", "reduce_scatter")):
+        gm = load(f"{name}.{phase}.recompute", None, quiet=True).gm
+        bound = teb.PeakMemory(gib=1.02 * peak_bytes(gm) / 2**30)
+        compilation = Compilation()
+        teb.BucketAndSchedule([teb.Overlap(), bound], machine=H100)(gm, compilation)
+        model = model_of(compilation.analysis(gm), H100)
+        line, nodes, now = Timeline.of(model), model.dependencies.nodes, 0.0
+        lines.append(f"{phase}: {line.step_ms:.1f} ms, of which {line.compute_ms:.1f} of kernels")
+        for i in line.order:
+            if model.group[i] is None:
+                start = model.start_of[i]
+                if start >= 0 and line.begin[i] > now and collective_kind(nodes[start]) == kind:
+                    wait, about = line.begin[i] - now, tag_of(nodes[start])
+                    of = ", ".join(about.fqns) if about is not None else nodes[start].name
+                    lines.append(f"  from {now:.1f} ms: {wait:.2f} ms for the {kind} of {of}")
+                now = line.end[i]
+        if line.step_ms > now:
+            lines.append(f"  from {now:.1f} ms: {line.step_ms - now:.2f} ms for the last {kind}")
+    return lines
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
