@@ -241,14 +241,14 @@ def test_one_update_per_bucket_follows_its_reduction(model):
         t.to_local().nbytes for s in step.optimizers[0].state.values() for t in list(s.values())[1:]
     )
     assert 0 <= report.state_bytes - state <= 8 * report.gradients  # and the counters of steps
-    assert "6 calls" in report.to_text()
+    assert "27 gradients, 27 updated here in 6 calls (2 eagerly" in report.to_text()
 
 
 def test_the_norm_is_one_all_reduce(model):
     step, nodes = planned(model, adamw(model, foreach=True), max_norm=1.0)
     assert sum(kind_of(n) == "all_reduce" for n in nodes) == 1
     (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
-    assert (report.norm_reductions, report.norm_kernels) == (1, 3)
+    assert (report.norm_reductions, report.norm_kernels, report.eager_norms) == (1, 3, 1)
     assert "waits for the norm: 6 updates" in report.to_text()
 
 

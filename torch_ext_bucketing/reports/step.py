@@ -43,8 +43,11 @@ class StepReport(RewriteReport):
     Args:
         gradients: number of parameters with a gradient; as many gradients were outputs before.
         updates: per call that updates parameters, their FQNs, in the order of the graph.
+        eager_updates: number of such calls of the optimizers' ``step()``, one per group.
         norm_kernels: number of calls that compute norms of gradients.
-        norm_reductions: number of all-reduces of the norm; None: no clipping.
+        eager_norms: number of such calls of ``clip_grad_norm_``, one per device and dtype.
+        norm_reductions: number of all-reduces of the norm, as many as eagerly, one per mesh
+            dimension that shards; None: no clipping.
         state_bytes: bytes of optimizer state that the graph reads on the rank with most.
         buffer_bytes: bytes that the largest update allocates while it runs.
         owners: per mesh, what its matrices' owners do, see :class:`Owners`; empty without Muon.
@@ -54,7 +57,9 @@ class StepReport(RewriteReport):
     heading = "updates in the backward graph"
     gradients: int
     updates: tuple[tuple[str, ...], ...]
+    eager_updates: int
     norm_kernels: int
+    eager_norms: int
     norm_reductions: int | None
     state_bytes: int
     buffer_bytes: int
@@ -65,7 +70,8 @@ class StepReport(RewriteReport):
         number = sum(map(len, self.updates))
         state, buffers = sizes_text(self.state_bytes, self.buffer_bytes)
         lines = [
-            f"{self.gradients} gradients, {number} updated here in {len(self.updates)} calls",
+            f"{self.gradients} gradients, {number} updated here in {len(self.updates)} calls "
+            f"({self.eager_updates} eagerly, after all reductions)",
             f"optimizer state {state}, buffers of an update at most {buffers}",
         ]
         lines += [of.to_text() for of in self.owners]
@@ -73,7 +79,8 @@ class StepReport(RewriteReport):
             return [*lines, "each update follows its gradients' reduction, which frees them"]
         return [
             *lines,
-            f"{self.norm_kernels} calls for norms, which follow each reduction; "
-            f"{self.norm_reductions} all-reduces of the norm",
-            f"waits for the norm: {len(self.updates)} updates, scaling, and all gradients' memory",
+            f"{self.norm_kernels} calls for norms, which follow each reduction ({self.eager_norms} "
+            f"eagerly, after all); {self.norm_reductions} all-reduces of the norm, as eagerly",
+            f"waits for the norm: {len(self.updates)} updates, whose state reads scaled gradients; "
+            "scaling, and all gradients' memory",
         ]

@@ -164,14 +164,17 @@ class Epilogue:
         if reported or not self.updated:
             return None
         updates = [n for n in graph.nodes if updates_of(n)]
-        reductions = None
+        reductions, alike = None, set()
         if self.norm is not None:
             parameters = [p.parameter for p in self.gradients]
             reductions = sum(len(dims) for dims, _ in by_mesh(parameters))
+            alike = {(p.device, p.dtype) for p in parameters}
         return StepReport(
             gradients=len(self.gradients),
             updates=tuple(map(updates_of, updates)),
+            eager_updates=len({p.group for p in self.updated}),
             norm_kernels=sum(n.target is NORMS for n in graph.nodes),
+            eager_norms=len(alike),
             norm_reductions=reductions,
             state_bytes=self.extra_bytes,
             buffer_bytes=max(map(buffer_bytes, graph.nodes), default=0),
