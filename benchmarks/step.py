@@ -87,7 +87,7 @@ def between_steps(name: str) -> list[str]:
         teb.BucketAndSchedule([teb.Overlap(), bound], machine=H100)(gm, compilation)
         model = model_of(compilation.analysis(gm), H100)
         line, nodes, now = Timeline.of(model), model.dependencies.nodes, 0.0
-        lines.append(f"{phase}: {line.step_ms:.1f} ms, of which {line.compute_ms:.1f} of kernels")
+        lines.append(f"{phase}: {line.step_ms:.1f} ms, kernels {line.compute_ms:.1f} ms")
         for i in line.order:
             if model.group[i] is None:
                 start = model.start_of[i]
