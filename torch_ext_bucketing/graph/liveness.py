@@ -110,8 +110,8 @@ class Storages:
 
     def profile(self, order: Sequence[int]) -> list[int]:
         """Return the bytes live while each node of ``order`` runs."""
-        live = LiveBytes(self)
-        return [live.run(i) for i in order]
+        run = LiveBytes(self).run
+        return [run(i) for i in order]
 
     def peak(self, order: Sequence[int]) -> int:
         """Return the largest number of bytes live at any time."""
@@ -130,26 +130,27 @@ class LiveBytes:
     """Live bytes as nodes run one after the other."""
 
     def __init__(self, liveness: Storages) -> None:
-        self._liveness = liveness
-        self._left = list(liveness.uses)
+        self._size, self._left = liveness.size, list(liveness.uses)
+        self._allocates, self._touches = liveness.allocates, liveness.touches
         self.now = liveness.at_start
 
     def run(self, i: int) -> int:
         """Run node ``i`` and return the bytes live while it runs. ``now`` is what is left after."""
-        liveness = self._liveness
-        size, left = liveness.size, self._left
-        for s in liveness.allocates[i]:
-            self.now += size[s]
-        during = self.now
-        for s in liveness.touches[i]:
+        # This runs for each node of each order.
+        size, left, now = self._size, self._left, self.now
+        for s in self._allocates[i]:
+            now += size[s]
+        during = now
+        for s in self._touches[i]:
             left[s] -= 1
             if not left[s]:
-                self.now -= size[s]
+                now -= size[s]
+        self.now = now
         return during
 
     def last_use(self, storages: Iterable[int]) -> int:
         """Return the bytes of those ``storages`` that one more node frees."""
-        size, left = self._liveness.size, self._left
+        size, left = self._size, self._left
         return sum(size[s] for s in storages if left[s] == 1)
 
     def after(self, nodes: Sequence[int]) -> tuple[int, int]:
@@ -159,7 +160,7 @@ class LiveBytes:
             most = max(most, self.run(i))
         left, self.now = self.now, before
         for i in nodes:
-            for s in self._liveness.touches[i]:
+            for s in self._touches[i]:
                 self._left[s] += 1
         return most, left
 

@@ -119,9 +119,8 @@ class ListScheduler:
     def run(self) -> list[int] | None:
         """Return the order; None if it was given up."""
         self._want_next_reduction()
-        for i in range(len(self.model)):
-            if self.analysis.dead_ends[i] and not self.needs[i]:
-                self._emit(i)
+        for i in self.analysis.free_dead_ends:
+            self._emit(i)
         kernels = self.analysis.kernels
         while True:
             while self.head < len(kernels) and self.done[kernels[self.head]]:
@@ -204,8 +203,8 @@ class ListScheduler:
         if model.compute[i]:
             self.run_length += 1
             self.wanted.pop(i, None)
-        number = analysis.at.get(i)
-        if number is not None:
+        number = analysis.at[i]
+        if number >= 0:
             at = bisect.bisect_left(self.ready, number)
             if at < len(self.ready) and self.ready[at] == number:
                 self.ready.pop(at)
@@ -216,7 +215,10 @@ class ListScheduler:
             self._satisfied(i)
         for j in analysis.run_after[i]:
             # Run here, it keeps no storage live that others have finished with.
-            if all(self.done[k] for k in self.needs[j]):
+            for k in self.needs[j]:
+                if not self.done[k]:
+                    break
+            else:
                 self._emit(j)
 
     def _launch(self, i: int) -> None:
@@ -243,14 +245,15 @@ class ListScheduler:
     def _satisfied(self, i: int) -> None:
         """Lower the in-degrees of the nodes that need ``i``, and collect those that are ready."""
         missing, available, needed_by = self.missing, self.available, self.needed_by
+        done, at = self.done, self.analysis.at
         stack = [i]
         while stack:
             for j in needed_by[stack.pop()]:
                 missing[j] -= 1
-                if missing[j] or self.done[j] or available[j]:
+                if missing[j] or done[j] or available[j]:
                     continue
-                number = self.analysis.at.get(j)
-                if number is not None:
+                number = at[j]
+                if number >= 0:
                     bisect.insort(self.ready, number)
                     continue
                 available[j] = True
@@ -365,12 +368,11 @@ class ListScheduler:
         limit = self.options.limit_bytes
         if limit is None:
             return True
-        liveness, analysis = self.model.liveness, self.analysis
-        added = sum(liveness.size[s] for s in liveness.allocates[node])
+        analysis, done = self.analysis, self.done
+        most = self.live.now + analysis.own_bytes[node]
         for need in self.needs[node]:
-            if not self.done[need]:
-                added += sum(liveness.size[s] for s in liveness.allocates[need])
-        most = self.live.now + added
+            if not done[need]:
+                most += analysis.own_bytes[need]
         if most <= limit:
             there = bisect.bisect_left(analysis.kernels, node)  # the graph's kernels before it
             most += self._growth(there)
@@ -379,8 +381,13 @@ class ListScheduler:
 
     def _growth(self, number: int) -> int:
         """Return how much live bytes grow until kernel ``number``, in the order of the graph."""
-        analysis, here = self.analysis, self.analysis.live[self.head]
-        return max(analysis.most[self.head : number], default=here) - here
+        head, analysis = self.head, self.analysis
+        if number <= head:
+            return 0
+        level = (number - head).bit_length() - 1
+        most = analysis.most_in[level]
+        one, other = most[head], most[number - (1 << level)]
+        return (one if one > other else other) - analysis.live[head]
 
     # --- the next kernel -------------------------------------------------------------------------
 
@@ -396,7 +403,8 @@ class ListScheduler:
         soonest = (float("inf"), 0.0)
         waiting, waits_ms, waiting_tail = -1, 0.0, 0.0
         compute, tails, pending, now = model.compute, self.tail, self.pending, self.now
-        sends, last, end = analysis.sends, self.last, self.end
+        sends, end = analysis.sends, self.end
+        busy_ms = {group: end[i] - now for group, i in self.last.items()}
         for number in self.ready:
             if before[number] > (reach if best < 0 else near):
                 break
@@ -405,7 +413,7 @@ class ListScheduler:
             if now + tail > self.at_most_ms:
                 self.lost = True
             send = sends[kernel]
-            busy = end[last[send.group]] - now if send.group in last else 0.0
+            busy = busy_ms.get(send[1], 0.0)
             if best >= 0:  # without a window the first kernel that needs no wait runs
                 sooner = sooner_ms(send, best_send, busy, best_busy)
                 if sooner < -_NO_STALL_MS or (sooner <= _NO_STALL_MS and tail <= best_tail):

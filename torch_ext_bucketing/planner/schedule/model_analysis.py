@@ -23,38 +23,47 @@ class ModelAnalysis:
         lazy: by place, whether the node is a wait, a view or the like.
         source: by place, whether the node needs no kernel.
         kernels: places of the kernels, by number.
-        at: number of each kernel, by place.
+        at: number of each kernel, by place; -1 for other nodes.
         compute_before: by number, compute nodes before the kernel.
         ms_before: by number, milliseconds of the kernels before it.
         total_ms: milliseconds of all kernels.
         sends: by place, the node's next collective.
         first_use: by place, number of the first kernel that needs the node.
-        dead_ends: by place, whether the node is lazy, reaches no kernel and no collective, and
-            leaves no more bytes live than it frees.
+        free_dead_ends: places of the dead ends that need no node. A dead end is lazy, reaches no
+            kernel and no collective, and leaves no more bytes live than it frees.
+        run_after: by place, the nodes that run right after the node: dead ends and items.
+        own_bytes: by place, the bytes that the node allocates.
+        adds: the same with those of the lazy nodes right before it.
         gathers: by process group, the starts that need no kernel and reach one.
         wait_of: by place of a start, the place of its wait.
         reductions: by process group, the reduce-scatters, the last one first.
         fillers: lazy nodes that take time and need no collective, in the order of their use.
         latest: by place of a gather, when it must begin; see :func:`latest_starts`.
         live: by number, bytes live before the kernel.
-        most: by number, the most bytes live from then until the next kernel.
+        most_in: for each power of two, by number, the most bytes live from the kernel until that
+            many kernels later.
     """
 
     def __init__(self, model: NodeTable, paths: Paths) -> None:
-        needs = model.dependencies.needs
-        size = len(model)
-        self.lazy = [False] * size
-        self.source = [False] * size
+        needs, needed_by = model.dependencies.needs, model.dependencies.needed_by
+        group, live, size = model.group, model.liveness, len(model)
+        self.lazy = lazy = [False] * size
+        self.source = source = [False] * size
         for i, mine in enumerate(needs):
-            group, wait = model.group[i], model.start_of[i] >= 0
-            free = all(self.source[j] for j in mine if not model.only_ordered(j, i))
-            plain = group is None and not model.compute[i]
-            self.source[i] = free and not model.compute[i]
-            self.lazy[i] = plain and (wait or model.view[i] or free)
-            if plain and not self.lazy[i]:
-                self.source[i] = False
-        self.kernels = [i for i in range(size) if not self.lazy[i] and model.group[i] is None]
-        self.at = {i: k for k, i in enumerate(self.kernels)}
+            if model.compute[i]:
+                continue
+            start = group[i] is not None
+            free = True
+            for j in mine:
+                if not source[j] and not (start and group[j] is not None):  # only ordered
+                    free = False
+                    break
+            source[i] = free
+            lazy[i] = not start and (free or model.start_of[i] >= 0 or model.view[i])
+        self.kernels = [i for i in range(size) if not lazy[i] and group[i] is None]
+        self.at = at = [-1] * size
+        for number, i in enumerate(self.kernels):
+            at[i] = number
         # One entry more than there are kernels: the last one is the total.
         kernels = self.kernels
         self.compute_before = [
@@ -62,53 +71,63 @@ class ModelAnalysis:
         ]
         self.ms_before = [*itertools.accumulate((model.ms[i] for i in kernels), initial=0.0)]
         self.total_ms = self.ms_before[-1]
-        self.first_use = [len(self.kernels)] * size
+        never = len(kernels)
+        self.first_use = first_use = [never] * size
+        # A part of a gathered parameter that is kept is a dead end: it frees the rest.
+        dead_ends = [False] * size
         for i in reversed(range(size)):
-            for j in model.dependencies.needed_by[i]:
-                if not model.only_ordered(i, j):
-                    self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
+            first, dead = never, lazy[i] and model.start_of[i] < 0
+            for j in needed_by[i]:
+                dead = dead and dead_ends[j]
+                if group[i] is not None and group[j] is not None:  # only ordered
+                    continue
+                use = at[j] if at[j] >= 0 else first_use[j]
+                if use < first:
+                    first = use
+            first_use[i] = first
+            dead_ends[i] = dead and _adds_less(model, i)
+        self.free_dead_ends = [i for i, dead in enumerate(dead_ends) if dead and not needs[i]]
         self.sends = sends_of(model, paths.tail)
-        # A part of a gathered parameter that is kept is one: it frees the rest.
-        self.dead_ends = [False] * size
-        for i in reversed(range(size)):
-            self.dead_ends[i] = (
-                self.lazy[i]
-                and model.start_of[i] < 0
-                and all(self.dead_ends[j] for j in model.dependencies.needed_by[i])
-                and _adds_less(model, i)
-            )
         # Items of several results run at once, too: until then all results are live.
-        nodes = model.dependencies.nodes
-        self.run_after = [
-            [j for j in users if self.dead_ends[j] or nodes[j].target is operator.getitem]
-            for users in model.dependencies.needed_by
+        at_once = [
+            dead or node.target is operator.getitem
+            for dead, node in zip(dead_ends, model.dependencies.nodes, strict=True)
         ]
+        self.run_after = [[j for j in users if at_once[j]] for users in needed_by]
         # The most bytes that a node allocates, with the lazy nodes right before it.
-        self.adds = [0] * size
+        self.own_bytes = [sum(map(live.size.__getitem__, new)) for new in live.allocates]
+        self.adds = adds = list(self.own_bytes)
         for i, mine in enumerate(needs):
-            self.adds[i] = sum(model.liveness.size[s] for s in model.liveness.allocates[i])
-            self.adds[i] += sum(self.adds[j] for j in mine if j not in self.at)
-            self.adds[i] = min(self.adds[i], _LARGE)
+            for j in mine:
+                if at[j] < 0:
+                    adds[i] += adds[j]
+            adds[i] = min(adds[i], _LARGE)
         # A start that reaches no kernel is not a gather: a reduction of an input, for one.
         self.gathers: dict[str, list[int]] = {}
-        for i in range(size):
-            group = model.group[i]
-            if group is not None and self.source[i] and self.first_use[i] < len(self.kernels):
-                self.gathers.setdefault(group, []).append(i)
-        self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
+        self.wait_of: dict[int, int] = {}
+        for i, name in enumerate(group):
+            if name is not None and source[i] and first_use[i] < never:
+                self.gathers.setdefault(name, []).append(i)
+            if model.start_of[i] >= 0:
+                self.wait_of[model.start_of[i]] = i
         self.reductions: dict[str, list[int]] = {}
         for i in reversed(range(size)):
             if model.reduces[i]:
-                self.reductions.setdefault(str(model.group[i]), []).append(i)
+                self.reductions.setdefault(str(group[i]), []).append(i)
         self._find_available(model)
         given = [False] * size
+        fillers = []
         for i, mine in enumerate(needs):
-            given[i] = self.source[i] and model.group[i] is None and all(given[j] for j in mine)
-        used = [self.first_use[i] < len(kernels) for i in range(size)]
-        self.fillers = [i for i in range(size) if given[i] and self.lazy[i] and model.ms[i]]
-        self.fillers = sorted((i for i in self.fillers if used[i]), key=self.first_use.__getitem__)
+            given[i] = source[i] and group[i] is None and all(given[j] for j in mine)
+            if given[i] and lazy[i] and model.ms[i] and first_use[i] < never:
+                fillers.append(i)
+        self.fillers = sorted(fillers, key=first_use.__getitem__)
         self.latest = self._latest_starts(model)
-        self.live, self.most = self._live_at_kernels(model)
+        self.live, most = self._live_at_kernels(model)
+        self.most_in, half = [most], 1
+        while 2 * half <= len(kernels):
+            most, half = list(map(max, most, most[half:])), 2 * half
+            self.most_in.append(most)
 
     def _find_available(self, model: NodeTable) -> None:
         """Find the nodes that are ready at the start: lazy nodes, starts and kernels.
@@ -122,7 +141,7 @@ class ModelAnalysis:
         for i in range(len(model)):
             if self.missing[i]:
                 continue
-            if i in self.at:
+            if self.at[i] >= 0:
                 self.ready.append(self.at[i])
                 continue
             self.available[i] = True
@@ -162,22 +181,22 @@ class ModelAnalysis:
                 if j in seen or model.only_ordered(j, node):
                     continue
                 seen.add(j)
-                if j in self.at:
+                if self.at[j] >= 0:
                     found.append(j)
                 elif self.lazy[j] and not self.source[j]:
                     stack.append(j)
         return found
 
     def _live_at_kernels(self, model: NodeTable) -> tuple[list[int], list[int]]:
-        """Compute ``live`` and ``most``, in the order of the graph."""
+        """Compute, by number, bytes live before the kernel, and the most until the next one."""
         live, before, most = LiveBytes(model.liveness), list[int](), list[int]()
-        for i in range(len(model)):
-            if i in self.at:
+        for i, number in enumerate(self.at):
+            if number >= 0:
                 before.append(live.now)
                 most.append(0)
             during = live.run(i)
-            if most:
-                most[-1] = max(most[-1], during)
+            if most and during > most[-1]:
+                most[-1] = during
         return before, most
 
 

@@ -34,16 +34,18 @@ class Send(NamedTuple):
 
 def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
     """Find the next collective of each node, by place; see :class:`.Paths` for ``tail``."""
-    size, ms = len(model), model.ms
+    size, ms, group = len(model), model.ms, model.group
     ahead, start = [0.0] * size, [-1] * size
     for i in reversed(range(size)):
-        users = [j for j in model.dependencies.needed_by[i] if model.needs_end(i, j)]
+        users = model.dependencies.needed_by[i]
+        if group[i] is not None:
+            users = [j for j in users if model.needs_end(i, j)]
         after = max(users, key=tail.__getitem__, default=-1)
-        if after >= 0 and model.group[after] is not None:
+        if after >= 0 and group[after] is not None:
             start[i] = after
         elif after >= 0:
             ahead[i], start[i] = ahead[after], start[after]
-        if model.group[i] is not None:  # its path begins after it
+        if group[i] is not None:  # its path begins after it
             continue
         ahead[i] += ms[i]
         while (at := start[i]) >= 0 and ms[at] < ahead[i]:
@@ -52,7 +54,7 @@ def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
     return [
         Send(ms[i], None, 0.0, tail[i] - ms[i])
         if at < 0
-        else Send(ahead[i], model.group[at], ms[at], tail[at])
+        else Send(ahead[i], group[at], ms[at], tail[at])
         for i, at in enumerate(start)
     ]
 
