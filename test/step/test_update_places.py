@@ -71,6 +71,7 @@ def _updates(node):
     return node.target is UPDATE
 
 
+@pytest.mark.slow
 def test_inductor_keeps_them_there(model):
     step = planned(model, passes_of(model, "parity"), "inductor")
     _, codes = run_and_get_code(step, TOKENS)
