@@ -7,8 +7,8 @@
 A transformer is trained on tiny batches by three ways, step by step in turn: ``planned`` is
 ``train_step``; ``eager`` is the same forward and backward graphs, then ``clip_grad_norm_`` and
 ``optimizer.step()`` on ``DTensor`` parameters, timed by themselves. What the planned step takes
-beyond eager's graphs is its optimizer part. Seconds are CPU seconds of a rank (one thread), medians
-over steps, so that other programs on the machine count little.
+beyond eager's graphs is its optimizer part. Seconds are CPU seconds of a rank's main thread,
+medians over steps, so that other programs on the machine count little.
 
 ``--between`` plans a graph of :mod:`.graphs` on the default machine instead, and prints the gathers
 that forward waits for, and when the last reductions of backward end: a gather can't begin before
@@ -134,18 +134,18 @@ def _row(
     planned, graphs, eager = [], [], []
     for number in range(steps + 3):
         tokens = torch.full((1, 4), (number + rank) % config.vocab)
-        clock = time.process_time()
+        clock = time.thread_time()
         step(tokens)
-        planned.append(time.process_time() - clock)
-        clock = time.process_time()
+        planned.append(time.thread_time() - clock)
+        clock = time.thread_time()
         run(models[1], tokens).backward()
-        graphs.append(time.process_time() - clock)
-        clock = time.process_time()
+        graphs.append(time.thread_time() - clock)
+        clock = time.thread_time()
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(models[1].parameters(), max_norm)
         optimizers[1].step()
         optimizers[1].zero_grad()
-        eager.append(time.process_time() - clock)
+        eager.append(time.thread_time() - clock)
     ours, theirs, alone = (statistics.median(t[3:]) * 1e3 for t in (planned, eager, graphs))
     (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
     return {
