@@ -36,7 +36,7 @@ from collections.abc import Sequence
 
 from ...graph.liveness import LiveBytes
 from .model import Model
-from .options import Options
+from .options import Options, at_least
 from .paths import Remaining
 from .sends import Send, sooner_ms
 from .streams import Streams
@@ -52,10 +52,6 @@ def list_schedule(model: Model, options: Options) -> list[int]:
     order = ListScheduler(model, options).run()
     assert order is not None
     return order
-
-
-def _at_least(bound: int | None, other: int | None) -> bool:
-    return bound is None or (other is not None and bound >= other)
 
 
 class ListScheduler:
@@ -154,8 +150,8 @@ class ListScheduler:
         if mine == other:
             return True
         reach = max(mine.window, mine.fill) == max(other.window, other.fill)
-        roomier = not self.short and _at_least(other.limit_bytes, mine.limit_bytes)
-        longer = not self.capped and _at_least(other.max_run, mine.max_run)
+        roomier = not self.short and at_least(other.limit_bytes, mine.limit_bytes)
+        longer = not self.capped and at_least(other.max_run, mine.max_run)
         narrower = other.window < mine.window and reach and self.farthest <= other.window
         deeper = other.depth > mine.depth and not self.too_deep
         return (

@@ -67,3 +67,8 @@ class Options:
 def _tighter(one: int | None, other: int | None) -> int | None:
     given = [bound for bound in (one, other) if bound is not None]
     return min(given, default=None)
+
+
+def at_least(bound: int | None, other: int | None) -> bool:
+    """Return whether a bound allows what another one allows. None allows all."""
+    return bound is None or (other is not None and bound >= other)
