@@ -11,7 +11,7 @@ _KEY = "bucketing_work"
 
 @dataclass(frozen=True)
 class Work:
-    """What a node costs on the rank where it costs most.
+    """The cost of a node on the most expensive rank.
 
     Args:
         flops: floating-point operations in bfloat16.

@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What one rank does along one mesh dimension.
+    """The exchange of one rank along one mesh dimension.
 
     Args:
         dim: the dimension; None: nothing is sent, parts are only chosen.

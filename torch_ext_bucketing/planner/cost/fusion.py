@@ -342,8 +342,9 @@ class _Walk:
                 if buffer not in kernel.buffers:
                     read += n
             kernel.buffers[buffer] = n
-            if number_is_new(self._touching.setdefault(buffer, []), at):
-                self._touching[buffer].append(at)
+            touching = self._touching.setdefault(buffer, [])
+            if touching[-1:] != [at]:
+                touching.append(at)
         made = node if into is None else self._root.get(into, into)
         self._made_by[node] = self._made_by[made] = at
         self._touching.setdefault(made, []).append(at)
@@ -352,10 +353,6 @@ class _Walk:
         if nbytes is None:
             self._written.append((at, node))
         kernel.shares[node] = kernel.shares.get(node, 0) + read + (nbytes or 0)
-
-
-def number_is_new(numbers: Sequence[int], number: int) -> bool:
-    return not numbers or numbers[-1] != number
 
 
 def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
@@ -385,6 +382,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
+    """Return whether an operator reduces its input."""
     return torch.Tag.reduction in getattr(node.target, "tags", ())
 
 
