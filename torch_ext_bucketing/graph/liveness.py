@@ -22,7 +22,7 @@ from .._torch import aot as _aot
 from .collectives import is_collective, is_number, is_view, started_by, tensors_in
 from .dependencies import Dependencies
 from .size_hints import SizeHints
-from .tags import buffer_bytes, largest_numel
+from .tags import buffer_bytes
 from .uneven import ShardSide, shard_side
 from .work import work_of
 from .writes import written_values
@@ -62,13 +62,10 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 
 def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: SizeHints) -> int:
     """Return the bytes of a storage of ``node``; where ranks differ, those of the largest one."""
-    if (numel := largest_numel(node)) is not None:
-        return numel * value.itemsize
+    if (work := work_of(node)) is not None:
+        return work.result
     if node in side.nodes:
         return side.elements.get(node, 0) * value.itemsize
-    work = work_of(node)
-    if work is not None:
-        return work.result
     return hints(value.untyped_storage().nbytes())
 
 

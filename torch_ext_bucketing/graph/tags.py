@@ -21,7 +21,6 @@ _HOME_KEY = "bucketing_home_group"
 _REPLACES_KEY = "bucketing_replaces"
 _UPDATES_KEY = "bucketing_updates"
 _BUFFERS_KEY = "bucketing_buffer_bytes"
-_LARGEST_KEY = "bucketing_largest_numel"
 _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
 
 
@@ -64,14 +63,14 @@ def set_tag(node: fx.Node, tag: Tag, home_group: str | None = None) -> None:
     if kind != tag.kind:
         what = "not a collective" if kind is None else f"{'a' if kind[0] == 'r' else 'an'} {kind}"
         raise ValueError(f"can't tag {node.name} as {tag.kind}: it is {what}")
-    _note(node, _TAG_KEY, (tag.kind, *tag.fqns))
+    note(node, _TAG_KEY, (tag.kind, *tag.fqns))
     if home_group is not None:
-        _note(node, _HOME_KEY, home_group)
+        note(node, _HOME_KEY, home_group)
 
 
 def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
     """Record the tags of a bucket's members on its start, in payload order."""
-    _note(start, _MEMBERS_KEY, tuple(None if t is None else (t.kind, *t.fqns) for t in tags))
+    note(start, _MEMBERS_KEY, tuple(None if t is None else (t.kind, *t.fqns) for t in tags))
 
 
 def home_group(start: fx.Node) -> str:
@@ -79,42 +78,28 @@ def home_group(start: fx.Node) -> str:
 
     It differs from the collective's own group for an all-gather in a smaller group.
     """
-    return _noted(start, _HOME_KEY) or group_name(start)
+    return noted(start, _HOME_KEY) or group_name(start)
 
 
 def set_updates(node: fx.Node, fqns: Sequence[str], nbytes: int) -> None:
     """Tag a node that updates parameters, and allocates ``nbytes`` while it runs."""
-    _note(node, _UPDATES_KEY, tuple(fqns))
-    _note(node, _BUFFERS_KEY, nbytes)
+    note(node, _UPDATES_KEY, tuple(fqns))
+    note(node, _BUFFERS_KEY, nbytes)
 
 
 def buffer_bytes(node: fx.Node) -> int:
     """Return the bytes that a node allocates while it runs, as far as its result shows none."""
-    return _noted(node, _BUFFERS_KEY) or 0
+    return noted(node, _BUFFERS_KEY) or 0
 
 
 def updates_of(node: fx.Node) -> tuple[str, ...]:
     """List the parameters that a node updates."""
-    return _noted(node, _UPDATES_KEY) or ()
-
-
-def set_largest_numel(node: fx.Node, numel: int) -> None:
-    """Note that a node handles this rank's shards, and the size of its result where it is largest.
-
-    Ranks have shards of different sizes, and estimates that have to be alike.
-    """
-    _note(node, _LARGEST_KEY, numel)
-
-
-def largest_numel(node: fx.Node) -> int | None:
-    """Return what :func:`set_largest_numel` noted, or None."""
-    found: int | None = _noted(node, _LARGEST_KEY)
-    return found
+    return noted(node, _UPDATES_KEY) or ()
 
 
 def mark_replaced(start: fx.Node) -> None:
     """Keep a reduction's tags, before its node becomes another collective such as an all-to-all."""
-    _note(start, _REPLACES_KEY, kind_of(start))
+    note(start, _REPLACES_KEY, kind_of(start))
 
 
 def replaced_kind(node: fx.Node) -> Kind | None:
@@ -122,7 +107,7 @@ def replaced_kind(node: fx.Node) -> Kind | None:
 
     For a collective that replaces a reduction (:func:`mark_replaced`) this is the reduction's kind.
     """
-    return (_noted(node, _REPLACES_KEY) or kind_of(node)) if is_collective(node) else None
+    return (noted(node, _REPLACES_KEY) or kind_of(node)) if is_collective(node) else None
 
 
 def tag_of(node: fx.Node) -> Tag | None:
@@ -152,7 +137,7 @@ def member_count(start: fx.Node) -> int:
 
 def is_bucket(node: fx.Node) -> bool:
     """Return whether this package or torch made a collective by merging several."""
-    return _noted(node, _MEMBERS_KEY) is not None or _SOURCES_KEY in node.meta
+    return noted(node, _MEMBERS_KEY) is not None or _SOURCES_KEY in node.meta
 
 
 def _members(node: fx.Node) -> list[Tag | None]:
@@ -160,7 +145,7 @@ def _members(node: fx.Node) -> list[Tag | None]:
     kind = replaced_kind(node)
     if kind is None:
         return []
-    found = _noted(node, _MEMBERS_KEY)
+    found = noted(node, _MEMBERS_KEY)
     if found is None:
         sources = node.meta.get(_SOURCES_KEY, [node.meta.get("custom")])
         found = [(custom or {}).get(_TAG_KEY) for custom in sources]
@@ -168,10 +153,12 @@ def _members(node: fx.Node) -> list[Tag | None]:
     return [Tag(kind, tuple(t[1:])) if t is not None and t[0] == kind else None for t in found]
 
 
-def _note(node: fx.Node, key: str, value: object) -> None:
+def note(node: fx.Node, key: str, value: object) -> None:
+    """Note something about a node, for passes that copy its tags."""
     # A new dictionary, since tracing shares one ``custom`` dictionary between many nodes.
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
 
 
-def _noted(node: fx.Node, key: str) -> Any:
+def noted(node: fx.Node, key: str) -> Any:
+    """Return what :func:`note` noted, or None."""
     return (node.meta.get("custom") or {}).get(key)

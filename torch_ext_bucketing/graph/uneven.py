@@ -12,8 +12,8 @@ handles its own shards:
 - A shard has the bytes of the largest rank's: the rows after the pad, or before the cut.
 - Copies between a shard and its gather have no bytes, except before a pad.
 
-The norm of gradients and updates of parameters have a tag with the largest rank's elements instead
-(:func:`.set_largest_numel`): they take time.
+The norm of gradients and updates of parameters have the largest rank's cost instead
+(:mod:`.work`): they take time.
 
 Ranks with full shards find such parameters, too, since all ranks cut gathered parameters and pad
 gradients before they are reduced.
@@ -30,7 +30,7 @@ import torch.fx as fx
 from .collectives import group_size, is_compute, is_wait, kind_of
 from .moves import is_move
 from .size_hints import SizeHints
-from .tags import largest_numel
+from .work import work_of
 
 _aten = torch.ops.aten
 _Elements = Callable[[fx.Node], int]
@@ -89,7 +89,7 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
             user.op == "output"
             or ours.get(user)
             or kind_of(user) == "all_gather"
-            or largest_numel(user) is not None
+            or work_of(user) is not None
             for user in node.users
         )
     # A gather's output buffer has the same size on every rank.

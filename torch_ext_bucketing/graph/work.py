@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.fx as fx
+
+from .tags import note, noted
 
 _KEY = "bucketing_work"
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The cost of a node on the most expensive rank.
 
     Args:
-        flops: floating-point operations in bfloat16.
-        moved: bytes that it reads and writes.
         result: bytes of its result.
+        moved: bytes that it reads and writes; None: those of its inputs and its result.
+        flops: floating-point operations in bfloat16, where ``moved`` is given.
     """
 
-    flops: int
-    moved: int
     result: int
+    moved: int | None = None
+    flops: int = 0
 
 
 def set_work(node: fx.Node, work: Work) -> None:
     """Note what ``node`` costs, in place of what its own sizes are."""
-    node.meta[_KEY] = work
+    note(node, _KEY, work)
 
 
 def work_of(node: fx.Node) -> Work | None:
     """Return what was noted; None for nodes that cost what their sizes are."""
-    found: Work | None = node.meta.get(_KEY)
+    found: Work | None = noted(node, _KEY)
     return found

@@ -317,7 +317,7 @@ class _Bucket:
         self._sent = self._call(SEND, *lists, skip, order, nesterov)
         most = self._forth[0].most[0] if self._forth else self._exchange.elements(first)
         size = SENT.itemsize * most
-        set_work(self._sent, Work(0, 6 * size, size))
+        set_work(self._sent, Work(size, 6 * size))
         self._have = first
         for stage in self._forth:
             self._move(stage)
@@ -342,7 +342,7 @@ class _Bucket:
         size = SENT.itemsize * (self._back[0].most[0] if self._back else ex.elements(wanted))
         # The whole matrix, two of its size and two of the shorter side's.
         largest = 5 * SENT.itemsize * max(m.rows * m.columns for m in ex.matrices)
-        set_work(self._sent, Work(max(flops.values()), 4 * size, size))
+        set_work(self._sent, Work(size, 4 * size, max(flops.values())))
         set_updates(self._sent, (), largest)
         self._have = wanted
         for stage in self._back:
@@ -356,6 +356,7 @@ class _Bucket:
         shards = [u.shard for u in self._updates]
         node = self._call(ADD, shards, self._sent, self._numbers, skip, order, shapes, adjust)
         set_updates(node, [u.fqn for u in self._updates], 0)
+        set_work(node, Work(0))
 
     def _move(self, stage: Stage) -> None:
         if stage.sent != self._have:
@@ -364,7 +365,7 @@ class _Bucket:
             order = [at[p] for p in stage.sent]
             self._sent = self._call(_REPACK, self._sent, sizes, order)
             size = SENT.itemsize * stage.most[0]
-            set_work(self._sent, Work(0, 2 * size, size))
+            set_work(self._sent, Work(size, 2 * size))
         self._have = stage.received
         if stage.dim is None:
             return
@@ -372,5 +373,5 @@ class _Bucket:
         splits = (stage.received_from, stage.sent_to)
         self._sent = self._call(_c10d.all_to_all_single.default, self._sent, *splits, group)
         sent, received = (SENT.itemsize * n for n in stage.most)
-        set_work(self._sent, Work(0, sent + received, received))
+        set_work(self._sent, Work(received, sent + received))
         self._sent = self._call(_c10d.wait_tensor.default, self._sent)

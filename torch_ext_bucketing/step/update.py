@@ -31,7 +31,8 @@ from .._torch.descriptors import as_buffer, as_parameter
 from .._torch.sharded import largest_shard_bytes, largest_shard_numel, shard_of
 from ..fqns import parameter_names
 from ..graph.collectives import is_wait
-from ..graph.tags import buffer_bytes, set_largest_numel, set_updates, updates_of
+from ..graph.tags import buffer_bytes, set_updates, updates_of
+from ..graph.work import Work, set_work
 from ..reports.step import Owners, StepReport
 from .matrix import Update, append_matrices
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
@@ -245,6 +246,11 @@ class Epilogue:
                 )
 
 
+def _note_largest(node: fx.Node, p: Trained) -> None:
+    """Note that a node has a shard's elements, or a gradient's, of which the ranks have others."""
+    set_work(node, Work(largest_shard_numel(p.parameter) * node.meta["val"].itemsize))
+
+
 def _gradient_of(p: Trained) -> torch.Tensor:
     return shard_of(p.parameter.grad)
 
@@ -288,14 +294,14 @@ class _Appending:
         for value, p in self.found:
             # A trace without Dynamo has a gradient for each name of a parameter.
             found[p] = self.call(_aten.add.Tensor, found[p], value) if p in found else value
-            set_largest_numel(found[p], largest_shard_numel(p.parameter))
+            _note_largest(found[p], p)
         for fqn in sorted(self.epilogue.accumulated):
             p = self.epilogue.trained[fqn]
             read = functools.partial(_gradient_of, p)
             earlier = self._input_of(p, "grad", read, shard_of(p.parameter))
             value = found.get(p)
             found[p] = earlier if value is None else self.call(_aten.add_.Tensor, earlier, value)
-            set_largest_numel(found[p], largest_shard_numel(p.parameter))
+            _note_largest(found[p], p)
         return dict(sorted(found.items(), key=lambda each: each[0].place))
 
     def _clip(self, gradients: dict[Trained, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
@@ -365,7 +371,7 @@ class _Appending:
         forward = self.epilogue._shards.get(p.fqn)
         if forward is not None and forward.name in self.given:
             node = self.given[forward.name]
-            set_largest_numel(node, largest_shard_numel(p.parameter))
+            _note_largest(node, p)
             return node
         node = self._input_of(p, "", lambda: shard_of(p.parameter))
         node.meta["desc"] = as_parameter(p.fqn)
@@ -384,7 +390,7 @@ class _Appending:
         """Return a new input with what a parameter has by that name, or with its shard."""
         node = self._input(f"{p.fqn}.{name}" if name else p.fqn, read, like)
         if node.meta["val"].dim():
-            set_largest_numel(node, largest_shard_numel(p.parameter))
+            _note_largest(node, p)
         return node
 
     def _input(
@@ -406,7 +412,7 @@ class _Appending:
             given = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
             node.meta["val"] = None if target is UPDATE else target(*given[0], **given[1])
         if target in _LISTS:
-            set_largest_numel(node, 0)
+            set_work(node, Work(0))
         self.made.append(node)
         return node
 

@@ -33,7 +33,7 @@ from ...graph.collectives import (
     tensors_in,
 )
 from ...graph.size_hints import SizeHints
-from ...graph.tags import largest_numel, replaced_kind
+from ...graph.tags import replaced_kind
 from ...graph.work import work_of
 from ...graph.writes import written_values
 from .fusion import is_fused, kernels_of
@@ -72,7 +72,7 @@ class Costs:
         if given is not None:
             return given
         work = work_of(node)
-        if work is not None:
+        if work is not None and work.moved is not None:
             rate = machine.flops.get("bfloat16", machine.other_flops)
             ms = work.flops / rate * 1e3 * self._factor("kernel")
             return max(self.kernel(work.moved), ms)
@@ -261,11 +261,8 @@ class Costs:
         work = work_of(node)
         if work is not None:
             return work.result
-        largest = largest_numel(node)
-        return sum(
-            (self.hints(t.numel()) if largest is None else largest) * t.dtype.itemsize
-            for t in tensors_in(node.meta.get("val"))
-        )
+        values = tensors_in(node.meta.get("val"))
+        return sum(self.hints(t.numel()) * t.dtype.itemsize for t in values)
 
     def _flops(self, node: fx.Node) -> float:
         from torch.utils.flop_counter import flop_registry

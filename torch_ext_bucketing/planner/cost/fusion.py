@@ -24,7 +24,6 @@ import torch
 import torch.fx as fx
 
 from ...graph.collectives import is_collective, is_compute, is_view, tensors_in
-from ...graph.work import work_of
 
 _aten = torch.ops.aten
 _MORE_POINTWISE = frozenset(
@@ -370,7 +369,7 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
 def is_fused(node: fx.Node) -> bool:
     """Return whether a node is part of a kernel that Inductor generates."""
     target, is_tensor = node.target, isinstance(node.meta.get("val"), torch.Tensor)
-    if is_view(node) or not is_tensor or work_of(node) is not None:
+    if is_view(node) or not is_tensor:
         return False
     return target in _SCATTERS or is_pointwise(node) or is_reduction(node)
 
