@@ -1,6 +1,7 @@
 """The step with clipping and the optimizer against eager FSDP2, on real ranks and in graphs."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torch_ext_bucketing as teb
 from eager_parity.steps import state_digest
+from torch_ext_bucketing._torch.sharded import largest_shard_bytes
 from torch_ext_bucketing.errors import EagerOptimizerWarning
 from torch_ext_bucketing.graph.collectives import is_wait, kind_of
 from torch_ext_bucketing.graph.tags import updates_of
 from torch_ext_bucketing.reports.step import StepReport
+from torch_ext_bucketing.step import update
 from torch_ext_bucketing.step.rules import UPDATE
 from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import digest
@@ -249,7 +252,29 @@ def test_the_norm_is_one_all_reduce(model):
     assert sum(kind_of(n) == "all_reduce" for n in nodes) == 1
     (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
     assert (report.norm_reductions, report.norm_kernels, report.eager_norms) == (1, 3, 1)
-    assert "waits for the norm: 6 updates" in report.to_text()
+    # A call per group, and one that scales, as eagerly: with clipping, buckets share calls.
+    assert "waits for the norm: 2 updates" in report.to_text()
+    assert sum(n.target is torch.ops.aten._foreach_mul_.Tensor for n in nodes) == 1
+
+
+def test_calls_that_wait_for_the_norm_allocate_a_bounded_number_of_bytes(model, monkeypatch):
+    largest = max(largest_shard_bytes(p) for p in model.parameters())
+    monkeypatch.setattr(update, "_CALL_BYTES", largest)
+    before = digest(model)
+    step, nodes = planned(model, adamw(model, foreach=True), max_norm=1.0)
+    (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
+    assert report.buffer_bytes == largest
+    assert 2 < len(report.updates) < report.gradients
+    assert sorted(f for fqns in report.updates for f in fqns) == sorted(
+        name for name, _ in model.named_parameters()
+    )
+    # A call is full if the next one of its group does not fit.
+    parameters = dict(model.named_parameters())
+    sizes = {fqn: largest_shard_bytes(p) for fqn, p in parameters.items()}
+    wide = [fqns for fqns in report.updates if parameters[fqns[0]].ndim > 1]
+    for call, following in itertools.pairwise(wide):
+        assert sum(map(sizes.get, call)) + sizes[following[0]] > largest
+    assert digest(model) != before
 
 
 def test_another_optimizer_runs_eagerly_with_a_warning(model):
