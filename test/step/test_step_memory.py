@@ -1,6 +1,7 @@
 """Bytes of updates in bounds on memory, alike on ranks with uneven shards, and as measured."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.sharded import largest_shard_numel
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.graph.tags import updates_of
 from torch_ext_bucketing.planner.schedule.model import model_of
+from torch_ext_bucketing.errors import BoundNotKeptWarning
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.step import StepReport
 from torch_ext_bucketing.step.rules import BY_NAME, RULES, UPDATE, one_by_one
 
@@ -72,7 +76,9 @@ TOKENS = torch.arange(16).view(2, 8)
 GIB = 2**30
 
 
-def backward(rank: int, make, passes_of, microbatches: int = 1, **options):
+def backward(
+    rank: int, make, passes_of, microbatches: int = 1, start=Ugly, ranks: int = 4, **options
+):
     """Take a step; return it and its backward graph."""
     torch._dynamo.reset()
     graphs = []
@@ -81,8 +87,8 @@ def backward(rank: int, make, passes_of, microbatches: int = 1, **options):
         graphs.append(gm.graph)
         return gm.forward
 
-    with fake_group(4, rank):
-        model = teb.data_parallel(Ugly(), init_device_mesh("cpu", (4,)))
+    with fake_group(ranks, rank):
+        model = teb.data_parallel(start(), init_device_mesh("cpu", (ranks,)))
         optimizer = make(model.parameters())
         passes = passes_of(model, optimizer)
         step = teb.train_step(model, optimizer, loss_of, passes=passes, compiler=keep, **options)
@@ -137,3 +143,38 @@ def test_ranks_with_uneven_shards_estimate_and_order_updates_alike(make, options
     assert found[0][3] == each
     assert found[0][1]
     assert all(ms > 0 for ms in found[0][1])
+
+
+LAYERS = 16
+
+
+class Stack(nn.Module):
+    """Layers whose gradients, reduced, are more than what backward gathers at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(LAYERS)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layers(tokens.view(-1, 16).float()).square().mean()
+
+
+def test_updates_stand_where_a_bound_on_memory_is_kept():
+    """Without clipping. All gradients together, ahead of the updates, are more than the bound."""
+    limit = 34000
+
+    def passes_of(model: nn.Module, optimizer):
+        *first, _ = teb.recipe(model, "speed")
+        buckets = teb.BucketByUnit([f"layers.{i}" for i in range(LAYERS)])
+        return [*first, buckets, teb.Schedule([teb.Overlap(), teb.PeakMemory(gib=limit / GIB)])]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BoundNotKeptWarning)
+        _, analysis, model = backward(0, adamw, passes_of, start=Stack, ranks=2)
+    nodes = analysis.dependencies.nodes
+
+    def late(i: int) -> int:
+        return 2 if nodes[i].op == "output" else bool(updates_of(nodes[i]))
+
+    updates_last = Timeline.of(model, sorted(range(len(model)), key=late))
+    assert Timeline.of(model).peak_bytes <= limit < updates_last.peak_bytes

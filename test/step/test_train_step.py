@@ -261,7 +261,7 @@ def test_calls_that_wait_for_the_norm_allocate_a_bounded_number_of_bytes(model, 
     largest = max(largest_shard_bytes(p) for p in model.parameters())
     monkeypatch.setattr(update, "_CALL_BYTES", largest)
     before = digest(model)
-    step, nodes = planned(model, adamw(model, foreach=True), max_norm=1.0)
+    step, _ = planned(model, adamw(model, foreach=True), max_norm=1.0)
     (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
     assert report.buffer_bytes == largest
     assert 2 < len(report.updates) < report.gradients
