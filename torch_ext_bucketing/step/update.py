@@ -41,8 +41,8 @@ from .rules import BY_NAME, UPDATE, MatrixRule, Rule, one_by_one, rule_of, state
 
 _aten = torch.ops.aten
 _LISTS = (UPDATE, NORMS, _aten._foreach_mul_.Tensor)
-# Buffers of a call that waits for the norm. AdamW's foreach kernels gain nothing from larger calls:
-# on a CPU, 64 MiB take 66 ms in calls of 2 MiB, 68 of 8, 76 of 16, and 77 in one call.
+# Buffers of a call that waits for the norm. AdamW's foreach kernels gain nothing from larger calls
+# (python -m benchmarks.step --calls).
 _CALL_BYTES = 16 << 20
 
 
@@ -443,7 +443,7 @@ def group_calls(graph: fx.Graph, clipped: bool) -> None:
         others = [a for a in node.args if not isinstance(a, list | tuple)]
         key = (node.target, reduction, value.dtype, value.device, *others)
         members, nbytes = open_calls.get(key, ([], 0))
-        nbytes += buffer_bytes(node)
+        nbytes = _together(node)((nbytes, buffer_bytes(node)))
         if not members or (waits and nbytes > _CALL_BYTES):
             members, nbytes = [], buffer_bytes(node)
             calls.append(members)
@@ -463,6 +463,17 @@ def _reduction_of(value: fx.Node) -> fx.Node:
     return value
 
 
+def _together(node: fx.Node) -> Callable[[Iterable[int]], int]:
+    """Return what computes the buffers of a joined call from those of its members."""
+    # One tensor after the other takes the buffers of the largest. But the first step of SGD copies
+    # all gradients before it returns.
+    if node.target is not UPDATE:
+        return sum
+    params, *_, fresh, _, _, options = node.args
+    single = fresh is None and one_by_one(options, params[0].meta["val"].device)  # type: ignore[arg-type,index,union-attr]
+    return max if single else sum
+
+
 def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     if len(members) == 1:
         return
@@ -474,12 +485,7 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     last.args = args
     if last.target is UPDATE:
         fqns = [fqn for m in members for fqn in updates_of(m)]
-        # One tensor after the other takes the buffers of the largest. But the first step of SGD
-        # copies all gradients before it returns.
-        *_, fresh, _, _, options = last.args
-        single = fresh is None and one_by_one(options, last.args[0][0].meta["val"].device)  # type: ignore[arg-type,index,union-attr]
-        together = max if single else sum
-        set_updates(last, fqns, together(map(buffer_bytes, members)))
+        set_updates(last, fqns, _together(last)(map(buffer_bytes, members)))
     if last.meta["val"] is not None:
         last.meta["val"] = [v for m in members for v in m.meta["val"]]
     at = last
