@@ -253,7 +253,7 @@ class Epilogue:
 
 
 def _note_largest(node: fx.Node, p: Trained) -> None:
-    """Note that a node has a shard's elements, or a gradient's, of which the ranks have others."""
+    """Note the bytes of a shard or gradient on the rank with most: they differ between ranks."""
     set_work(node, Work(largest_shard_numel(p.parameter) * node.meta["val"].itemsize))
 
 
