@@ -3,5 +3,11 @@
 import sys
 from pathlib import Path
 
+_HERE = Path(__file__).resolve().parent
+
+# The folder of a program that runs by its path comes first there. Its modules would hide packages:
+# transformers looks for ``kernels``.
+sys.path[:] = [path for path in sys.path if path != str(_HERE)]
+
 # eager_parity, the models and ranks of parity, is among the helpers of the tests.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "test" / "helpers"))
+sys.path.append(str(_HERE.parent / "test" / "helpers"))

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.sharded import largest_shard_numel
+from torch_ext_bucketing.errors import BoundNotKeptWarning
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.tags import updates_of
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.errors import BoundNotKeptWarning
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.step import StepReport
 from torch_ext_bucketing.step.rules import BY_NAME, RULES, UPDATE, one_by_one
