@@ -4,7 +4,9 @@
     python -m benchmarks.muon --json results/muon.json
 
 The first table has the work of the busiest rank over the mean, and a lower bound for any owners of
-whole matrices. The second has one optimizer step on nodes of eight H100s, FSDP over all ranks:
+whole matrices. With experts, each is a matrix and has a home, by expert parallelism on as many
+ranks as divide the experts. The last column has the share that stays there. The second table has
+one optimizer step on nodes of eight H100s, FSDP over all ranks:
 
 - ``owners`` is what ``train_step`` plans. A bucket travels under backward unless it has matrices
   of the first block, whose gradients come last;
@@ -20,6 +22,7 @@ for what they need. ``alone`` is the larger of all exchanges and of the busiest 
 Exit status: 0.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -45,15 +48,15 @@ def _llama(layers: int, dim: int, key_value: int, hidden: int) -> list[list[Shap
     return [[*block, (hidden, dim), (dim, hidden), (hidden, dim)]] * layers
 
 
-def _experts(
-    attention: list[Shape], layers: int, dim: int, dense: int, shared: int, experts: int, inner: int
-) -> list[list[Shape]]:
-    def mlp(hidden: int) -> list[Shape]:
-        return [(hidden, dim), (dim, hidden), (hidden, dim)]
+def _mlp(dim: int, hidden: int) -> list[Shape]:
+    return [(hidden, dim), (dim, hidden), (hidden, dim)]
 
-    routed = mlp(inner) * experts
-    rest = [*attention, (experts, dim) if experts else (64, dim), *mlp(shared), *routed]
-    return [[*attention, *mlp(dense)], *([rest] * (layers - 1))]
+
+def _sparse(
+    attention: list[Shape], layers: int, dim: int, dense: int, shared: int, experts: int
+) -> list[list[Shape]]:
+    rest = [*attention, (experts, dim), *_mlp(dim, shared)]
+    return [[*attention, *_mlp(dim, dense)], *([rest] * (layers - 1))]
 
 
 # [rows, columns] of the matrices of each block, of published configurations.
@@ -62,10 +65,13 @@ _KIMI = [(1536, 7168), (12288, 1536), (576, 7168), (16384, 512), (7168, 8192)]
 MODELS = {
     "LLaMA-3 8B": _llama(32, 4096, 1024, 14336),
     "LLaMA-3 70B": _llama(80, 8192, 1024, 28672),
-    "DeepSeek-V3 16B, experts apart": _experts(_DEEPSEEK, 27, 2048, 10944, 2816, 0, 0),
-    "DeepSeek-V3 16B, each expert": _experts(_DEEPSEEK, 27, 2048, 10944, 2816, 64, 1408),
-    "Kimi-K2-like, experts apart": _experts(_KIMI, 61, 7168, 18432, 2048, 0, 0),
-    "Kimi-K2-like, each expert": _experts(_KIMI, 61, 7168, 18432, 2048, 384, 2048),
+    "DeepSeek-V3 16B": _sparse(_DEEPSEEK, 27, 2048, 10944, 2816, 64),
+    "Kimi-K2-like": _sparse(_KIMI, 61, 7168, 18432, 2048, 384),
+}
+# The matrices of a routed expert, their number in a layer, layers.
+ROUTED = {
+    "DeepSeek-V3 16B": (_mlp(2048, 1408), 64, 26),
+    "Kimi-K2-like": (_mlp(7168, 2048), 384, 60),
 }
 TIMED = ("LLaMA-3 8B", "LLaMA-3 70B")
 
@@ -91,16 +97,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("python -m benchmarks.muon", __doc__)
     add_json(parser)
     args = parser.parse_args(argv)
-    balance = [row for name, blocks in MODELS.items() for row in _balance(name, blocks)]
+    balance = [row for name in MODELS for row in _balance(name, False)]
+    balance += [row for name in ROUTED for row in _balance(name, True)]
     steps = [
         (name, ranks, step)
         for name in TIMED
         for ranks in RANKS
         for step in _steps(MODELS[name], ranks)
     ]
-    first = [["model", "matrices", "ranks", "idle", "busiest / mean", "lower bound"]]
-    for name, count, ranks, idle, found, least in balance:
-        first.append([name, str(count), str(ranks), str(idle), f"{found:.3f}", f"{least:.3f}"])
+    heading = ["model", "matrices", "ranks", "idle", "busiest / mean", "lower bound", "at home"]
+    first = [heading]
+    for name, count, ranks, idle, found, least, home in balance:
+        shown = [f"{found:.3f}", f"{least:.3f}", "-" if home is None else f"{home:.1%}"]
+        first.append([name, str(count), str(ranks), str(idle), *shown])
     second = [
         [
             "model",
@@ -142,17 +151,35 @@ def _loads(costs: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]
 
 
 def _balance(
-    name: str, blocks: Sequence[Sequence[Shape]]
-) -> Iterator[tuple[str, int, int, int, float, float]]:
-    costs = _costs(_arriving(blocks))
+    name: str, routed: bool
+) -> Iterator[tuple[str, int, int, int, float, float, float | None]]:
+    dense = _costs(_arriving(MODELS[name]))
+    mlp, experts, layers = ROUTED[name] if routed else ([], 1, 0)
+    each = _costs(mlp)
+    costs = dense + each * experts * layers
     ordered, mean = sorted(costs, reverse=True), sum(costs)
     for ranks in BALANCED:
-        loads = _loads(costs, choose_owners(costs, ranks), ranks)
+        loads, home = [0] * ranks, None
+        choose_owners(dense, loads)
+        if routed:
+            # Expert parallelism on as many ranks as divide the experts; FSDP on the rest.
+            parallel = math.gcd(experts, ranks)
+            at = [
+                range(e * parallel // experts, ranks, parallel)
+                for _ in range(layers)
+                for _ in mlp
+                for e in range(experts)
+            ]
+            stacked = [c for _ in range(layers) for c in each for _ in range(experts)]
+            owners = choose_owners(stacked, loads, at)
+            home = sum(o in h for o, h in zip(owners, at, strict=True)) / len(at)
         # One rank has the costliest matrix, and one has k + 1 of the first k * ranks + 1.
         floor = [1.0] + [
             (k + 1) * ordered[k * ranks] * ranks / mean for k in range(-(-len(costs) // ranks))
         ]
-        yield name, len(costs), ranks, loads.count(0), max(loads) * ranks / mean, max(floor)
+        shown = f"{name} with experts" if routed else name
+        busiest = max(loads) * ranks / mean
+        yield shown, len(costs), ranks, loads.count(0), busiest, max(floor), home
 
 
 def _kernel_ms(nbytes: float) -> float:
@@ -172,7 +199,7 @@ def _network_ms(kind: str, ranks: int, nbytes: int) -> float:
 def _steps(blocks: Sequence[Sequence[Shape]], ranks: int) -> Iterator[Step]:
     shapes = _arriving(blocks)
     costs, elements = _costs(shapes), sum(rows * columns for rows, columns in shapes)
-    owners = choose_owners(costs, ranks)
+    owners = choose_owners(costs, [0] * ranks)
     nbytes = [2 * rows * columns for rows, columns in shapes]
     given = shapes, costs, owners, ranks
     buckets = choose_buckets(costs, nbytes, owners, CAP, LEAST_BYTES)

@@ -145,6 +145,8 @@ def test_muon(scope: dict[str, Any]):
     code = code_of("muon")[0].replace("recipe(model))", 'recipe(model), compiler="aot_eager")')
     exec(code, scope)
     assert "14 matrices on 4 ranks" in scope["report"].to_text()
+    exec(code_of("muon")[1], scope)
+    assert len(scope["muon"].param_groups[0]["params"]) == 14
 
 
 def test_extending(scope: dict[str, Any], capsys):

@@ -6,8 +6,10 @@ import torch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim._muon import muon
 
+from torch_ext_bucketing.step.stacked_muon import StackedMuon
 
-class WholeMuon(torch.optim.Muon):
+
+class WholeMuon(StackedMuon):
     """Gathers a parameter, its gradient and its momentum for the update, on every rank."""
 
     @torch.no_grad()
@@ -19,7 +21,8 @@ class WholeMuon(torch.optim.Muon):
                     continue
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 wholes = [t.full_tensor() for t in (p, p.grad, momentum)]
-                muon(*([whole] for whole in wholes), **options, has_complex=False)
+                for matrix in range(p.shape[0]) if p.ndim == 3 else (...,):
+                    muon(*([whole[matrix]] for whole in wholes), **options, has_complex=False)
                 at = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
                 place = tuple(slice(o, o + n) for n, o in zip(*at, strict=True))
                 for sharded, whole in zip((p, momentum), (wholes[0], wholes[2]), strict=True):

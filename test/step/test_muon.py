@@ -24,10 +24,23 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.reports.step import StepReport
 from torch_ext_bucketing.step import matrix
 from torch_ext_bucketing.step.matrix import ADD, ORTHOGONALIZE, SEND
+from torch_ext_bucketing.step.stacked_muon import StackedMuon
 from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import digest
 
 UNITS = ["blocks.0", "blocks.1", ""]
+
+
+class Experts(nn.Module):
+    """Four experts that see every token, as stacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(4, 32, 17) / 6)
+        self.w2 = nn.Parameter(torch.randn(4, 17, 32) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (nn.functional.silu(x.unsqueeze(-3) @ self.w1) @ self.w2).mean(-3)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -37,7 +50,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def optimizers(model: nn.Module, muon=torch.optim.Muon, **options):
     """Train the matrices of blocks by Muon; embedding, head and vectors by AdamW."""
     parts = {
-        mine: [p for n, p in model.named_parameters() if (p.ndim == 2 and "blocks" in n) is mine]
+        mine: [p for n, p in model.named_parameters() if (p.ndim > 1 and "blocks" in n) is mine]
         for mine in (True, False)
     }
     adam = torch.optim.AdamW(parts[False], lr=1e-2, foreach=True)
@@ -50,16 +63,20 @@ def step_of(model, of, **options):
     return teb.train_step(model, of, loss_of, passes=passes, **given)
 
 
-def trained(rank: int, shape, mode="fully_shard", tied=False, muon=None, **more) -> list[bool]:
+def trained(
+    rank: int, shape, mode="fully_shard", tied=False, stacked=False, muon=None, **more
+) -> list[bool]:
     """Take three steps, and one with a norm that is not finite where ``more`` skips these."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     start = small_transformer()
     if tied:
         start.output.weight = start.embed.weight
+    if stacked:
+        start.blocks[1].mlp = Experts()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     models = [teb.data_parallel(copy.deepcopy(start), mesh, mode) for _ in range(2)]
-    kinds = WholeMuon, torch.optim.Muon
+    kinds = WholeMuon, StackedMuon if stacked else torch.optim.Muon
     both = [optimizers(m, kind, **(muon or {})) for m, kind in zip(models, kinds, strict=True)]
     # WholeMuon has no rule: it runs after a step that updates AdamW's parameters and clips.
     steps = [step_of(m, of, **more) for m, of in zip(models, both, strict=True)]
@@ -97,6 +114,17 @@ def copies(rank: int) -> list[bool]:
     return trained(rank, (2,), "replicate")
 
 
+def experts(rank: int) -> list[bool]:
+    """Train four experts on three ranks, in one bucket and in many. The last rank has none."""
+    given = {"stacked": True, "max_norm": 0.1}
+    return trained(rank, (3,), **given) + trained(rank, (3,), exchange_bytes=1, **given)
+
+
+def hybrid_experts(rank: int) -> list[bool]:
+    """Train two experts on each of two ranks, twice."""
+    return trained(rank, (2, 2), "hybrid_shard", stacked=True, skip_nonfinite=True, max_norm=0.1)
+
+
 def hybrid(rank: int) -> list[bool]:
     """Spread owners over replicas, too."""
     options = {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
@@ -106,12 +134,38 @@ def hybrid(rank: int) -> list[bool]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.EagerOptimizerWarning")
 @pytest.mark.parametrize(
-    ("function", "world"), [(uneven, 3), (clipped, 2), (copies, 2), (hybrid, 4)]
+    ("function", "world"),
+    [(uneven, 3), (clipped, 2), (copies, 2), (hybrid, 4), (experts, 3), (hybrid_experts, 4)],
 )
 def test_bits_are_those_of_the_whole_matrices(function, world):
     for found in on_ranks(function, world=world, timeout_s=480):
         assert found
         assert all(found), found
+
+
+def test_each_matrix_of_a_stack_has_torchs_update_eagerly():
+    torch.manual_seed(0)
+    stack = nn.Parameter(torch.randn(3, 6, 4))
+    single = [nn.Parameter(m.clone()) for m in stack.detach()]
+    matrix = nn.Parameter(torch.randn(4, 6))
+    mine = StackedMuon([{"params": [stack]}, {"params": [matrix], "lr": 0.5}], lr=0.02)
+    theirs = torch.optim.Muon(single, lr=0.02)
+    for _ in range(3):
+        stack.grad, matrix.grad = torch.randn_like(stack), torch.randn_like(matrix)
+        for p, grad in zip(single, stack.grad, strict=True):
+            p.grad = grad.clone()
+        before = matrix.detach().clone()
+        mine.step()
+        theirs.step()
+        assert torch.equal(stack, torch.stack(single))
+        assert not torch.equal(matrix, before)
+    momentum = [theirs.state[p]["momentum_buffer"] for p in single]
+    assert torch.equal(mine.state[stack]["momentum_buffer"], torch.stack(momentum))
+    with pytest.raises(ValueError, match=r"shape \(3,\)"):
+        mine.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(mine.param_groups) == 2
+    with pytest.raises(ValueError, match="at least one parameter"):
+        StackedMuon([])
 
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
@@ -123,7 +177,7 @@ def model(fake_world):
     return teb.data_parallel(small_transformer(), init_device_mesh("cpu", (fake_world,)))
 
 
-def planned(model: nn.Module, **options):
+def planned(model: nn.Module, muon=torch.optim.Muon, **options):
     """Take one step; return its report and the nodes of its backward graph."""
     graphs = []
 
@@ -131,7 +185,7 @@ def planned(model: nn.Module, **options):
         graphs.append(gm.graph)
         return gm.forward
 
-    step = step_of(model, optimizers(model), compiler=keep, **options)
+    step = step_of(model, optimizers(model, muon), compiler=keep, **options)
     step(TOKENS)
     (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
     return report, list(graphs[-1].nodes)
@@ -162,6 +216,22 @@ def test_ranks_without_a_matrix_take_part(model):
     assert (owners.matrices, owners.ranks, owners.idle, owners.exchanges) == (14, 32, 18, 1)
     assert "32 ranks, 18 without one" in report.to_text()
     assert sum(n.target is ORTHOGONALIZE for n in nodes) == 1
+
+
+def test_experts_that_lie_whole_on_a_rank_stay_there(fake_world):
+    torch._dynamo.reset()
+    start = small_transformer()
+    for block in start.blocks:
+        block.mlp = Experts()
+    for name, p in start.named_parameters():
+        p.requires_grad_(".mlp." in name)
+    model = teb.data_parallel(start, init_device_mesh("cpu", (fake_world,)))
+    report, nodes = planned(model, StackedMuon)
+    (owners,) = report.owners
+    assert (owners.matrices, owners.exchanges, owners.balance) == (16, 0, 1.0)
+    assert sum(n.target is ORTHOGONALIZE for n in nodes) == 1
+    after = nodes[[n.target for n in nodes].index(SEND) :]
+    assert [n for n in after if collective_kind(n)] == []
 
 
 def test_what_cannot_be_exchanged_is_refused(model, monkeypatch):

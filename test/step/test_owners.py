@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ext_bucketing.step.exchange import Block, Exchange, Matrix, Part, tiles
-from torch_ext_bucketing.step.owners import choose_buckets, choose_owners, newton_schulz_flops
+from torch_ext_bucketing.step.owners import (
+    BALANCED,
+    choose_buckets,
+    choose_owners,
+    newton_schulz_flops,
+)
 
 costs = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
 
@@ -23,8 +28,9 @@ def test_flops_are_those_of_three_products():
 
 @given(costs, st.integers(1, 12))
 def test_owners_are_balanced(costs, ranks):
-    owners = choose_owners(costs, ranks)
-    loads = loads_of(costs, owners, ranks)
+    loads = [0] * ranks
+    owners = choose_owners(costs, loads)
+    assert loads == loads_of(costs, owners, ranks)
     # The least possible load is at least each of these; Graham's bound is 4/3 - 1/(3 ranks) of it.
     ordered = sorted(costs, reverse=True)
     two = sum(ordered[ranks - 1 : ranks + 1]) if len(costs) > ranks else 0
@@ -32,14 +38,40 @@ def test_owners_are_balanced(costs, ranks):
         # The last matrix of the busiest rank went to the rank with the least load.
         last = min(c for c, o in zip(costs, owners, strict=True) if loads[o] == max(loads))
         assert max(loads) - last <= min(loads)
-    assert owners == choose_owners(costs, ranks)
+    assert owners == choose_owners(costs, [0] * ranks)
     if len(costs) <= ranks:
         assert len(set(owners)) == len(costs)
 
 
+@given(st.integers(1, 30), st.integers(1, 6), st.data())
+def test_matrices_stay_home_as_far_as_that_is_balanced(layers, ranks, data):
+    homes = [[rank] for _ in range(layers) for rank in range(ranks)]
+    assert [[o] for o in choose_owners([5] * len(homes), [0] * ranks, homes)] == homes
+    loads = [0] * ranks
+    choose_owners([5] * len(homes), loads, [[0]] * len(homes))
+    assert max(loads) <= max(BALANCED * layers * 5, min(loads) + 5)
+    loads = data.draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
+    home = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
+    least = min(home, key=lambda r: (loads[r], r))
+    if (loads[least] + 3) * ranks <= BALANCED * (sum(loads) + 3):
+        assert choose_owners([3], loads, [home]) == [least]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=1), st.integers(1, 4))
+def test_stacks_stay_together(found, ranks):
+    costs, stacks = zip(*found, strict=True)
+    owners = choose_owners(costs, [0] * ranks)
+    buckets = choose_buckets(costs, costs, owners, 1, 1, stacks=stacks)
+    assert sorted(itertools.chain(*buckets)) == list(range(len(costs)))
+    for of in buckets:
+        here = [{stacks[i] for i in of if owners[i] == rank} for rank in range(ranks)]
+        assert max(map(len, here)) == 1
+        assert {i for i, s in enumerate(stacks) if s in set().union(*here)} == set(of)
+
+
 @given(costs, st.integers(1, 6), st.integers(1, 3000), st.integers(1, 500))
 def test_buckets_have_every_matrix_once_and_keep_the_cap(costs, ranks, cap, least):
-    owners = choose_owners(costs, ranks)
+    owners = choose_owners(costs, [0] * ranks)
     buckets = choose_buckets(costs, costs, owners, cap, least)
     assert sorted(itertools.chain(*buckets)) == list(range(len(costs)))
     assert all(buckets)
@@ -62,17 +94,21 @@ def exchanges(draw) -> tuple[tuple[int, ...], list[Matrix]]:
     matrices = []
     for _ in range(draw(st.integers(1, 4))):
         shape = draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
-        # Rows are cut by one dimension, columns by another, the rest has copies.
+        # Rows are cut by one dimension, columns by another. Along some of the rest, all that is
+        # here is at one coordinate, like an expert, and the others have copies.
         dims = draw(st.permutations(range(len(mesh))))[: draw(st.integers(0, min(2, len(mesh))))]
         parts = [cuts(n, mesh[d]) for n, d in zip(shape, dims, strict=False)]
         parts += [[(0, n)] for n in shape[len(dims) :]]
+        whole = {d: draw(st.integers(0, n - 1)) for d, n in enumerate(mesh) if d not in dims}
+        whole = {d: at for d, at in whole.items() if draw(st.booleans())}
         blocks = {}
         for (i, (row, rows)), (j, (column, columns)) in itertools.product(*map(enumerate, parts)):
-            places = dict(zip(dims, (i, j), strict=False))
+            places = {**whole, **dict(zip(dims, (i, j), strict=False))}
             at = tuple(places.get(d, 0) for d in range(len(mesh)))
-            blocks[at] = Block(row, column, rows, columns)
+            if rows and columns:
+                blocks[at] = Block(row, column, rows, columns)
         owner = tuple(draw(st.integers(0, n - 1)) for n in mesh)
-        sharded = tuple(d in dims for d in range(len(mesh)))
+        sharded = tuple(d in dims or d in whole for d in range(len(mesh)))
         matrices.append(Matrix(*shape, sharded, blocks, owner))
     return mesh, matrices
 
@@ -126,6 +162,15 @@ def test_parts_reach_owners_and_updates_all_ranks(found):
                 assert tiles(m.rows, m.columns, [m.blocks[p.at] for p in parts if p.matrix == i])
     back = run(of[ranks[0]], {at: of[at].to_shards() for at in ranks}, there)
     assert {at: sorted(parts) for at, parts in back.items()} == given
+
+
+def test_what_is_whole_at_its_owner_stays_there():
+    mesh, cut = (2, 3), (True, True)
+    for owner, dims in (((1, 2), []), ((1, 0), [1]), ((0, 2), [0])):
+        one = Matrix(2, 2, cut, {(1, 2): Block(0, 0, 2, 2)}, owner)
+        ex = Exchange([one], mesh, (0, 0))
+        assert [s.dim for s in ex.to_owners() if s.dim is not None] == dims
+        assert [s.dim for s in ex.to_shards() if s.dim is not None] == dims
 
 
 def test_blocks_that_leave_or_share_rows_are_refused():

@@ -1,4 +1,4 @@
-"""Read which part of a matrix each rank of a mesh holds."""
+"""Read which part of a tensor each rank of a mesh holds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .sharded import sharded_dims
 
 
 def blocks_of(tensor: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Return the part of a matrix at each coordinate of its mesh, 0 for dimensions of copies.
+    """Return the part of a tensor at each coordinate of its mesh, 0 for dimensions of copies.
 
     Returns:
-        First row and column, rows and columns of each part; of a plain tensor, all at ``()``.
+        Offsets, then sizes of each part; a plain tensor is all at ``()``.
     """
     if not isinstance(tensor, DTensor):
-        return {(): (0, 0, *tensor.shape)}
+        return {(): (*(0,) * tensor.dim(), *tensor.shape)}
     with private_torch():
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as part
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ def make_state(
     given, parameter.grad = parameter.grad, parameter.detach()  # only its presence matters
     try:
         alone = {**group, "params": [parameter]}
+        of: Any = optimizer
+        if isinstance(optimizer, MuonOfEach):
+            of = super(MuonOfEach, optimizer)  # of the stack, not of each matrix
         with private_torch():
-            make: Any = optimizer._init_group  # type: ignore[attr-defined]
+            make = of._init_group
         lists = len(inspect.signature(make).parameters) - 1  # which it fills
         make(alone, *([] for _ in range(lists)))
     finally:
@@ -48,6 +51,24 @@ def newton_schulz(
     with private_torch():
         from torch.optim._muon import _zeropower_via_newtonschulz as run
     return run(matrix, coefficients, steps, eps)  # type: ignore[arg-type,no-any-return]
+
+
+class MuonOfEach(torch.optim.Muon):
+    """Muon whose ``step()`` updates each matrix of a stack by itself."""
+
+    def _init_group(
+        self, group: Any, params: list[Tensor], grads: list[Tensor], momentum: list[Tensor]
+    ) -> bool:
+        given: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        is_complex = super()._init_group(group, *given)
+        for out, tensors in zip((params, grads, momentum), given, strict=True):
+            out += matrices_in(tensors)
+        return is_complex
+
+
+def matrices_in(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """List matrices, and views of those in stacks, in their order."""
+    return [m for t in tensors for m in (t.unbind() if t.dim() == 3 else (t,))]
 
 
 def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:

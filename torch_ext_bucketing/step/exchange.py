@@ -14,7 +14,8 @@ takes those in its own place, and the update goes to every copy. All of this is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ class Matrix:
     Args:
         rows: of the whole matrix; so is ``columns``.
         sharded: whether it is divided over each mesh dimension; else that holds copies.
-        blocks: the part at each coordinate, which is 0 where copies are.
+        blocks: the part at each coordinate that has one; a coordinate is 0 where copies are.
         owner: the coordinate that computes its update.
     """
 
@@ -117,10 +118,7 @@ class Exchange:
             m = self.matrices[part.matrix]
             return m.owner[d] == target and (m.sharded[d] or source == target)
 
-        return [
-            self._stage(d, d, goes, any(m.sharded[d] for m in self.matrices))
-            for d in range(len(self.mesh))
-        ]
+        return [self._stage(d, d, goes) for d in range(len(self.mesh))]
 
     def to_shards(self) -> list[Stage]:
         """Plan how updates get from owners to all that have a part."""
@@ -128,7 +126,7 @@ class Exchange:
         def goes(part: Part, source: int, target: int, d: int) -> bool:
             return not self.matrices[part.matrix].sharded[d] or part.at[d] == target
 
-        return [self._stage(d, d + 1, goes, True) for d in reversed(range(len(self.mesh)))]
+        return [self._stage(d, d + 1, goes) for d in reversed(range(len(self.mesh)))]
 
     def held(self, at: Coordinate, dims: int) -> list[Part]:
         """List what ``at`` holds once parts have travelled along the first ``dims`` dimensions."""
@@ -139,17 +137,31 @@ class Exchange:
                     (range(self.mesh[d]) if d < dims else (c,)) if m.sharded[d] else (0,)
                     for d, c in enumerate(at)
                 ]
-                found += [Part(i, c) for c in itertools.product(*places)]
+                found += [Part(i, c) for c in itertools.product(*places) if c in m.blocks]
         return found
 
     def elements(self, parts: Iterable[Part]) -> int:
         """Count the elements of parts."""
         return sum(self.matrices[p.matrix].blocks[p.at].size for p in parts)
 
-    def _stage(
-        self, d: int, dims: int, goes: Callable[[Part, int, int, int], bool], moves: bool
-    ) -> Stage:
-        moves = moves and self.mesh[d] > 1
+    def _holders(self, part: Part, dims: int) -> Iterator[Coordinate]:
+        """List the ranks that hold a part once it has travelled along ``dims`` dimensions."""
+        m = self.matrices[part.matrix]
+        rest = range(dims, len(self.mesh))
+        places = [(part.at[d],) if m.sharded[d] else range(self.mesh[d]) for d in rest]
+        return itertools.product(*((c,) for c in m.owner[:dims]), *places)
+
+    def _stage(self, d: int, dims: int, goes: Callable[[Part, int, int, int], bool]) -> Stage:
+        back, moves = dims > d, False
+        sending, receiving = Counter[Coordinate](), Counter[Coordinate]()
+        for i, m in enumerate(self.matrices):
+            for c, block in m.blocks.items():
+                copies = self.mesh[d] if back and not m.sharded[d] else 1
+                moves = moves or copies > 1 or (m.sharded[d] and c[d] != m.owner[d])
+                for rank in self._holders(Part(i, c), dims):
+                    sending[rank] += copies * block.size
+                for rank in self._holders(Part(i, c), d if back else d + 1):
+                    receiving[rank] += block.size
         at, peers = self.at, range(self.mesh[d]) if moves else (self.at[d],)
         mine = self.held(at, dims)
         sent = [[p for p in mine if goes(p, at[d], peer, d)] for peer in peers]
@@ -157,19 +169,11 @@ class Exchange:
             [p for p in self.held((*at[:d], s, *at[d + 1 :]), dims) if goes(p, s, at[d], d)]
             for s in peers
         ]
-        most_sent = most_received = 0
-        for rank in itertools.product(*map(range, self.mesh)):
-            copies = self.mesh[d] if dims > d else 1
-            before, after = self.held(rank, dims), self.held(rank, d if dims > d else d + 1)
-            counts = (1 if self.matrices[p.matrix].sharded[d] else copies for p in before)
-            elements = (n * self.elements([p]) for n, p in zip(counts, before, strict=True))
-            most_sent = max(most_sent, sum(elements))
-            most_received = max(most_received, self.elements(after))
         return Stage(
             d if moves else None,
             list(itertools.chain(*sent)),
             list(map(self.elements, sent)),
             list(itertools.chain(*received)),
             list(map(self.elements, received)),
-            (most_sent, most_received),
+            (max(sending.values(), default=0), max(receiving.values(), default=0)),
         )

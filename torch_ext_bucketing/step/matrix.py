@@ -9,6 +9,10 @@ Momentum and parameters stay sharded: what is done to them is done element by el
 is bfloat16, which torch's Newton-Schulz rounds to first, so that nothing is lost. One matrix is
 computed after the other, by torch's own function: a batched product may have other bits.
 
+A parameter ``[stack, rows, columns]`` is a stack of matrices, each with an owner of its own. Those
+that lie whole on one rank, such as a layer's experts, are computed there, as far as the balance
+allows. The operators number the matrices of all their parameters in one row.
+
 Nodes of a bucket stand between those of others, so that one is exchanged while another is
 computed::
 
@@ -18,7 +22,9 @@ computed::
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import contains
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +32,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from .._torch.blocks import blocks_of
-from .._torch.optimizers import adjusted_lr, newton_schulz
+from .._torch.optimizers import adjusted_lr, matrices_in, newton_schulz
 from .._torch.process_groups import as_argument, compiles_for_all_ranks, mesh_group
 from .._torch.sharded import mesh_of, sharded_dims
 from ..graph.tags import set_updates
@@ -64,14 +70,17 @@ def _send_momentum(
     if skip is not None and skip.item():
         return out.zero_()
     parts: dict[int, list[Tensor]] = {}
-    for i, part in zip(order, out.split([grads[i].numel() for i in order]), strict=True):
+    sizes = [m.numel() for m in matrices_in(grads)]
+    for i, part in zip(order, out.split([sizes[i] for i in order]), strict=True):
         parts.setdefault(i, []).append(part)
-    for i, (buffer, grad, of) in enumerate(zip(momentum, grads, numbers, strict=True)):
+    place = itertools.count()
+    for buffer, grad, of in zip(momentum, grads, numbers, strict=True):
         factor = of[1].item()
         buffer.lerp_(grad, 1 - factor)
         update = grad.lerp(buffer, factor) if nesterov else buffer
-        for part in parts.get(i, ()):
-            part.view(grad.shape).copy_(update)
+        for matrix in matrices_in([update]):
+            for part in parts.get(next(place), ()):
+                part.view(matrix.shape).copy_(matrix)
     return out
 
 
@@ -83,7 +92,8 @@ def _packed(
     order: list[int],
     nesterov: bool,
 ) -> Tensor:
-    return grads[0].new_empty([sum(grads[i].numel() for i in order)], dtype=SENT)
+    sizes = [m.numel() for m in matrices_in(grads)]
+    return grads[0].new_empty([sum(sizes[i] for i in order)], dtype=SENT)
 
 
 def _repack(buffer: Tensor, sizes: list[int], order: list[int]) -> Tensor:
@@ -160,16 +170,19 @@ def _add_updates(
     """Decay parameters and add their updates as ``torch.optim.Muon`` does.
 
     Args:
-        order: places of the parameters whose parts are in ``received``, in its order.
-        shapes: rows and columns of each whole parameter.
+        order: places of the matrices whose parts are in ``received``, in its order.
+        shapes: rows and columns of each parameter's whole matrices.
     """
     if skip is not None and skip.item():
         return
-    for i, part in zip(order, received.split([params[i].numel() for i in order]), strict=True):
-        lr, _, decay = numbers[i].tolist()
-        params[i].mul_(1 - lr * decay)
-        scale = adjusted_lr(lr, adjust, torch.Size(shapes[2 * i : 2 * i + 2]))
-        params[i].add_(part.view(params[i].shape), alpha=-scale)
+    mine = matrices_in(params)
+    whose = [k for k, p in enumerate(params) for _ in matrices_in([p])]
+    for i, part in zip(order, received.split([mine[i].numel() for i in order]), strict=True):
+        k = whose[i]
+        lr, _, decay = numbers[k].tolist()
+        mine[i].mul_(1 - lr * decay)
+        scale = adjusted_lr(lr, adjust, torch.Size(shapes[2 * k : 2 * k + 2]))
+        mine[i].add_(part.view(mine[i].shape), alpha=-scale)
 
 
 SEND = _operator(
@@ -235,72 +248,165 @@ def append_matrices(
             "compile_on_one_rank off, or update by another optimizer than Muon"
         )
     alike: dict[Any, list[Update]] = {}
-    found = []
     for u in updates:
         options = tuple(_frozen(u.group[name]) for name in MUON_OPTIONS)
         alike.setdefault((mesh_of(u.parameter), options), []).append(u)
-    for (mesh, _), mine in alike.items():
-        shape = () if mesh is None else tuple(mesh.shape)
-        at = () if mesh is None else tuple(mesh.get_coordinate())
-        ranks = list(itertools.product(*map(range, shape)))
-        sizes = [tuple(u.parameter.shape) for u in mine]
-        steps = mine[0].group["ns_steps"]
-        costs = [newton_schulz_flops(rows, columns, steps) for rows, columns in sizes]
-        owners = choose_owners(costs, len(ranks))
-        loads = [0] * len(ranks)
-        for owner, cost in zip(owners, costs, strict=True):
-            loads[owner] += cost
-        known: dict[Any, dict[Coordinate, Block]] = {}
-        matrices = [_matrix(u, ranks[o], known) for u, o in zip(mine, owners, strict=True)]
-        nbytes = [SENT.itemsize * m.rows * m.columns for m in matrices]
-        buckets = [
-            _Bucket(call, [mine[i] for i in of], Exchange([matrices[i] for i in of], shape, at))
-            for of in choose_buckets(costs, nbytes, owners, cap, LEAST_BYTES)
-        ]
-        balance = max(loads) * len(ranks) / sum(loads)
-        found.append(Owners(len(mine), len(ranks), loads.count(0), balance, len(buckets)))
-        for before, bucket in zip([None, *buckets], [*buckets, None], strict=True):
-            if bucket is not None:
-                bucket.send(skip)
-            if before is not None:
-                before.compute()
-        for bucket in buckets:
-            bucket.add(skip)
-    return tuple(found)
+    # The costliest first, as among matrices: the others even out what these leave.
+    groups = sorted(map(_Alike, alike.values()), key=lambda g: -max(g.costs))
+    loads: dict[tuple[int, ...], dict[int, int]] = {}
+    buckets: list[_Bucket] = []
+    for g in groups:
+        # Meshes of the same ranks, such as that of experts, share the load.
+        load = loads.setdefault(tuple(sorted(g.ranks)), dict.fromkeys(g.ranks, 0))
+        g.choose(load, cap)
+        buckets += (_Bucket(call, *of) for of in g.buckets)
+    for before, bucket in zip([None, *buckets], [*buckets, None], strict=True):
+        if bucket is not None:
+            bucket.send(skip)
+        if before is not None:
+            before.compute()
+    for bucket in buckets:
+        bucket.add(skip)
+    return tuple(
+        _owners([g for g in groups if tuple(sorted(g.ranks)) == ranks], list(load.values()))
+        for ranks, load in loads.items()
+    )
 
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _matrix(update: Update, owner: Coordinate, known: dict[Any, dict[Coordinate, Block]]) -> Matrix:
-    """Read a matrix's parts, which ``known`` keeps for others of its shape and placements.
+def _size(parameter: Tensor) -> tuple[int, int]:
+    """Return rows and columns of a parameter's matrices."""
+    rows, columns = parameter.shape[-2:]
+    return rows, columns
 
-    Raises:
-        ValueError: its shards are not blocks of rows and columns.
+
+def _owners(groups: Sequence[_Alike], loads: Sequence[int]) -> Owners:
+    exchanges = [exchange for g in groups for *_, exchange in g.buckets]
+    matrices = sum(len(of.matrices) for of in exchanges)
+    travelling = sum(any(s.dim is not None for s in of.to_shards()) for of in exchanges)
+    balance = max(loads) * len(loads) / sum(loads)
+    return Owners(matrices, len(loads), loads.count(0), balance, travelling)
+
+
+class _Layout(NamedTuple):
+    """Where a matrix is.
+
+    Args:
+        sharded: see :class:`.Matrix`; so is ``blocks``.
+        home: the ranks, by their place in the mesh, that no part has to reach along some dimension,
+            since no other coordinate has any. None: all ranks are alike.
     """
-    rows, columns = update.parameter.shape
-    cut = {d for _, d in sharded_dims(update.parameter)}
-    key = (rows, columns, getattr(update.parameter, "placements", None))
-    if key not in known:
-        known[key] = {at: Block(*of) for at, of in blocks_of(update.parameter).items()}
-    blocks = known[key]
-    if not tiles(rows, columns, blocks.values()):
-        raise ValueError(
-            f"{update.fqn} is sharded as {update.parameter.placements}, whose shards are not "  # type: ignore[attr-defined]
-            "blocks of its rows and columns, so no rank can put the matrix together: shard it "
-            "otherwise, or give it to another optimizer than Muon"
-        )
-    return Matrix(rows, columns, tuple(d in cut for d in range(len(owner))), blocks, owner)
+
+    sharded: tuple[bool, ...]
+    blocks: dict[Coordinate, Block]
+    home: list[int]
+
+
+class _Alike:
+    """Parameters of one mesh with the same options, by the first gradient to arrive."""
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        mesh = mesh_of(updates[0].parameter)
+        self.updates = updates
+        self.shape = () if mesh is None else tuple(mesh.shape)
+        self.at = () if mesh is None else tuple(mesh.get_coordinate())
+        self.ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
+        known: dict[Any, list[_Layout]] = {}
+        found = [(k, of) for k, u in enumerate(updates) for of in self._layouts(u, known)]
+        self.stacks, self.layouts = [k for k, _ in found], [of for _, of in found]
+        self.sizes = [_size(updates[k].parameter) for k in self.stacks]
+        steps = updates[0].group["ns_steps"]
+        self.costs = [newton_schulz_flops(*size, steps) for size in self.sizes]
+        self.buckets: list[tuple[list[Update], list[int], Exchange]] = []
+
+    def choose(self, load: dict[int, int], cap: int) -> None:
+        """Choose owners, whose work is added to ``load``, and buckets."""
+        places = list(itertools.product(*map(range, self.shape)))
+        loads = [load[rank] for rank in self.ranks]
+        owners = choose_owners(self.costs, loads, [of.home for of in self.layouts])
+        load.update(zip(self.ranks, loads, strict=True))
+        nbytes = [SENT.itemsize * math.prod(size) for size in self.sizes]
+        given = self.costs, nbytes, owners, cap, LEAST_BYTES
+        for of in choose_buckets(*given, stacks=self.stacks):
+            layouts = [self.layouts[i] for i in of]
+            matrices = [
+                Matrix(*self.sizes[i], layout.sharded, layout.blocks, places[owners[i]])
+                for i, layout in zip(of, layouts, strict=True)
+            ]
+            stacks = list(dict.fromkeys(self.stacks[i] for i in of))
+            whose = [stacks.index(self.stacks[i]) for i in of]
+            mine = [self.updates[k] for k in stacks]
+            self.buckets.append((mine, whose, Exchange(matrices, self.shape, self.at)))
+
+    def _layouts(self, update: Update, known: dict[Any, list[_Layout]]) -> list[_Layout]:
+        """Read where matrices are, which ``known`` keeps for others of the same placements.
+
+        Raises:
+            ValueError: a parameter is neither a matrix nor a stack, or its shards are not blocks of
+                rows and columns.
+        """
+        whole = update.parameter
+        if whole.dim() not in (2, 3):
+            raise ValueError(
+                f"{update.fqn} has {whole.dim()} dimensions, and Muon updates matrices and stacks "
+                "of them: give it to another optimizer"
+            )
+        key = (tuple(whole.shape), getattr(whole, "placements", None))
+        if key not in known:
+            cut = {d for _, d in sharded_dims(whole)}
+            sharded = tuple(d in cut for d in range(len(self.shape)))
+            parts: list[dict[Coordinate, Block]]
+            parts = [{} for _ in range(whole.shape[0] if whole.dim() == 3 else 1)]
+            for at, of in blocks_of(whole).items():
+                half = len(of) // 2
+                first, row, column = (0, *of[:half])[-3:]
+                count, rows, columns = (1, *of[half:])[-3:]
+                block = Block(row, column, rows, columns)
+                for blocks in parts[first : first + count] if block.size else ():
+                    blocks[at] = block
+            if not all(tiles(*_size(whole), blocks.values()) for blocks in parts):
+                raise ValueError(
+                    f"{update.fqn} is sharded as {whole.placements}, whose shards are not "  # type: ignore[attr-defined]
+                    "blocks of its rows and columns, so no rank can put the matrix together: shard "
+                    "it otherwise, or give it to another optimizer than Muon"
+                )
+            known[key] = [_Layout(sharded, of, self._home(sharded, of)) for of in parts]
+        return known[key]
+
+    def _home(self, sharded: Sequence[bool], blocks: Mapping[Coordinate, Block]) -> list[int]:
+        found: list[Collection[int]] = []
+        for d, (cut, ranks) in enumerate(zip(sharded, self.shape, strict=True)):
+            having = {at[d] for at in blocks}
+            found.append(having if cut and len(having) == 1 else range(ranks))
+        if list(map(len, found)) == list(self.shape):
+            return []
+        places = itertools.product(*map(range, self.shape))
+        return [i for i, at in enumerate(places) if all(map(contains, found, at))]
 
 
 class _Bucket:
     """The nodes of one bucket of matrices."""
 
     def __init__(
-        self, call: Callable[..., fx.Node], updates: Sequence[Update], exchange: Exchange
+        self,
+        call: Callable[..., fx.Node],
+        updates: Sequence[Update],
+        whose: Sequence[int],
+        exchange: Exchange,
     ) -> None:
         self._call, self._updates, self._exchange = call, updates, exchange
+        here = {part.matrix: None for part in exchange.held(exchange.at, 0)}
+        # The place of each matrix among those in this rank's shards, where a part of it is there.
+        self._place: dict[int, int] = {}
+        first = 0
+        for k, u in enumerate(updates):
+            local = u.shard.meta["val"].shape
+            mine = [i for i in here if whose[i] == k]
+            self._place.update(zip(mine, itertools.count(first)))
+            first += local[0] if len(local) == 3 else 1
         self._forth, self._back = exchange.to_owners(), exchange.to_shards()
         self._numbers = [u.numbers for u in updates]
         self._mesh = mesh_of(updates[0].parameter)
@@ -311,7 +417,7 @@ class _Bucket:
         """Append momentum, and the exchange to the owners."""
         mine = self._updates
         first = self._forth[0].sent if self._forth else self._exchange.held((), 0)
-        order = [p.matrix for p in first]
+        order = [self._place[p.matrix] for p in first]
         lists = [u.momentum for u in mine], [u.gradient for u in mine], self._numbers
         nesterov = mine[0].group["nesterov"]
         self._sent = self._call(SEND, *lists, skip, order, nesterov)
@@ -350,8 +456,8 @@ class _Bucket:
 
     def add(self, skip: fx.Node | None) -> None:
         """Append the updates of the parameters."""
-        shapes = [n for m in self._exchange.matrices for n in (m.rows, m.columns)]
-        order = [p.matrix for p in self._have]
+        shapes = [n for u in self._updates for n in _size(u.parameter)]
+        order = [self._place[p.matrix] for p in self._have]
         adjust = self._updates[0].group["adjust_lr_fn"]
         shards = [u.shard for u in self._updates]
         node = self._call(ADD, shards, self._sent, self._numbers, skip, order, shapes, adjust)

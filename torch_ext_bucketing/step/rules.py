@@ -22,6 +22,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from .._torch.optimizers import has_hooks, make_state
+from .stacked_muon import StackedMuon
 
 _library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
 _library.define(
@@ -212,6 +213,7 @@ RULES: dict[type, str] = {
     torch.optim.AdamW: "adam",
     torch.optim.SGD: "sgd",
     torch.optim.Muon: "muon",
+    StackedMuon: "muon",
 }
 BY_NAME = {"adam": _ADAM, "sgd": _SGD, "muon": _MUON}
 

@@ -176,10 +176,10 @@ def train_step(
     Gradients that are there before a step, of earlier microbatches, are added; afterwards all that
     the optimizer used are None.
 
-    The optimizer may be ``Adam``, ``AdamW``, ``SGD`` or ``Muon``, with any groups. Its own
-    functions update, so ``fused``, ``foreach`` and neither give the bits that each gives eagerly.
-    Numbers such as the learning rate are read before every step. Any other optimizer runs eagerly
-    after the graphs.
+    The optimizer may be ``Adam``, ``AdamW``, ``SGD``, ``Muon`` or :class:`.StackedMuon`, with any
+    groups. Its own functions update, so ``fused``, ``foreach`` and neither give the bits that each
+    gives eagerly. Numbers such as the learning rate are read before every step. Any other optimizer
+    runs eagerly after the graphs.
 
     ``Muon`` computes with whole matrices. Each matrix that is divided over a mesh, or has copies on
     it, has one owner there: momentum goes to the owner, and the update comes back, in bfloat16 and

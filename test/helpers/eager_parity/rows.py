@@ -244,6 +244,10 @@ def _muon() -> Iterator[Row]:
     yield Row("muon/hsdp", "llama", mesh=(2, 2), mode="hybrid_shard", **clipped)
     for model in ("moe", "uneven", "tied"):
         yield Row(f"muon/{model}", model, **clipped)
+    experts = {**clipped, "optimizer": "stacked_muon"}
+    yield Row("muon/experts", "moe", **experts)
+    yield Row("muon/experts_hsdp", "moe", mesh=(2, 2), mode="hybrid_shard", **experts)
+    yield Row("muon/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL, **experts)
     yield Row("muon/inductor", "llama", backend="inductor", **clipped)
     yield Row("muon/accumulate", "llama", microbatches=3, **muon)
     tensor = {**_TENSOR, **clipped, "mesh": (2, 2)}

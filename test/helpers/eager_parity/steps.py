@@ -15,6 +15,7 @@ from whole_muon import WholeMuon
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.sharded import shard_of
+from torch_ext_bucketing.step.stacked_muon import StackedMuon
 from torch_ext_bucketing.testing.payloads import Payload
 from torch_ext_bucketing.testing.training import Trained, count_collectives, digest, raw_bytes
 
@@ -53,16 +54,17 @@ def make_optimizers(name: str, model: nn.Module, muon: type[torch.optim.Muon]) -
     """Make the optimizers of a row.
 
     ``"muon"`` is ``muon`` for matrices, and AdamW for embeddings, what is tied to them, stacks of
-    experts and vectors.
+    experts and vectors. ``"stacked_muon"`` takes the stacks, too.
     """
-    if name != "muon":
+    if not name.endswith("muon"):
         return Several(make_optimizer(name, list(model.parameters())))
     tables = {
         p for m in model.modules() if isinstance(m, nn.Embedding) for p in m._parameters.values()
     }
     parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
-        parts[parameter.ndim == 2 and parameter not in tables].append(parameter)
+        matrices = (2, 3) if name == "stacked_muon" else (2,)
+        parts[parameter.ndim in matrices and parameter not in tables].append(parameter)
     return Several(muon(parts[True], lr=0.02), make_optimizer("adamw", parts[False]))
 
 
@@ -131,7 +133,8 @@ class StepRuns(Runs):
         inner: Any = "inductor"
         if self.row.backend == "aot_eager":
             inner, passes = tally.compile, [tally, *passes]
-        optimizer = make_optimizers(self.row.optimizer, model, torch.optim.Muon)
+        muon = StackedMuon if self.row.optimizer == "stacked_muon" else torch.optim.Muon
+        optimizer = make_optimizers(self.row.optimizer, model, muon)
         planned = teb.train_step(
             model,
             optimizer.optimizers,
