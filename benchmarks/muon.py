@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.step.exchange import Block, Exchange, Matrix
-from torch_ext_bucketing.step.matrix import LEAST_BYTES
+from torch_ext_bucketing.step.matrix import EXCHANGE_BYTES, LEAST_BYTES
 from torch_ext_bucketing.step.owners import choose_buckets, choose_owners, newton_schulz_flops
 from torch_ext_bucketing.testing.demo.table import columns
 
@@ -39,7 +39,7 @@ MACHINE = H100
 RANKS = (8, 64, 512)
 BALANCED = (64, 128, 256, 512)
 STEPS = 5
-CAP = 256 << 20  # train_step's exchange_bytes
+
 Shape = tuple[int, int]
 
 
@@ -202,7 +202,7 @@ def _steps(blocks: Sequence[Sequence[Shape]], ranks: int) -> Iterator[Step]:
     owners = choose_owners(costs, [0] * ranks)
     nbytes = [2 * rows * columns for rows, columns in shapes]
     given = shapes, costs, owners, ranks
-    buckets = choose_buckets(costs, nbytes, owners, CAP, LEAST_BYTES)
+    buckets = choose_buckets(costs, nbytes, owners, EXCHANGE_BYTES, LEAST_BYTES)
     yield _exchanged("owners", *given, buckets, 2, len(shapes) - len(blocks[0]))
     yield _exchanged("owners, clipped", *given, buckets, 2)
     sizes = [len(block) for block in reversed(blocks)]

@@ -293,7 +293,7 @@ def _extended(graph: fx.GraphModule, compilation: Compilation) -> tuple[list[Any
         return [], lambda compiled: compiled
     fqns, g = compilation.input_fqns, graph.graph
     gradients = gradients_of(g, fqns) if _aot.stage_of(g) == "backward" else []
-    inputs = extension.append(g, named_inputs(g, fqns), gradients)
+    inputs = extension.append(g, named_inputs(g, fqns), gradients, compilation.choice)
     if not inputs:
         return [], lambda compiled: compiled
 

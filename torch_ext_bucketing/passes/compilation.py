@@ -48,12 +48,14 @@ class Extension(Protocol):
         graph: fx.Graph,
         inputs: Mapping[str, fx.Node],
         gradients: Sequence[tuple[fx.Node, str]],
+        choice: Choice | None = None,
     ) -> list[fx.Node]:
         """Add nodes before the passes run; return new inputs, which stand after the others.
 
         Args:
             inputs: by FQN, parameters' shards among the graph's inputs.
             gradients: outputs that are gradients of parameters, with the FQNs.
+            choice: has the bound on memory, if any.
         """
 
     def merged(self, graph: fx.Graph) -> RewriteReport | None:

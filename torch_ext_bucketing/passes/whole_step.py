@@ -95,7 +95,7 @@ def run_passes(
     if compilation.extension is not None:
         inputs = {canonical_fqn(fqn): node for node, fqn in fqns.items()}
         gradients = gradients_of(gm.graph, fqns.get, grad_fqns)
-        added = compilation.extension.append(gm.graph, inputs, gradients)
+        added = compilation.extension.append(gm.graph, inputs, gradients, compilation.choice)
     pipeline.run("forward_backward", gm, compilation)
     gm.graph.lint()
     gm.recompile()

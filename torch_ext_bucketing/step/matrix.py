@@ -34,7 +34,7 @@ from torch import Tensor
 from .._torch.blocks import blocks_of
 from .._torch.optimizers import adjusted_lr, matrices_in, newton_schulz
 from .._torch.process_groups import as_argument, compiles_for_all_ranks, mesh_group
-from .._torch.sharded import mesh_of, sharded_dims
+from .._torch.sharded import largest_shard_numel, mesh_of, sharded_dims
 from ..graph.tags import set_updates
 from ..graph.work import Work, set_work
 from ..reports.step import Owners
@@ -44,6 +44,8 @@ from .rules import MUON_OPTIONS
 
 _c10d = torch.ops._c10d_functional
 LEAST_BYTES = 8 << 20  # bytes below which an exchange is mostly latency
+EXCHANGE_BYTES = 256 << 20
+_BUFFERS = 5  # the whole matrix, two of its size and two of the shorter side's
 SENT = torch.bfloat16
 
 _library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
@@ -225,8 +227,29 @@ class Update(NamedTuple):
     numbers: fx.Node
 
 
+def bytes_within(room: int, parameters: Sequence[Tensor]) -> int:
+    """Choose the bytes of whole matrices that a rank receives in one exchange.
+
+    What is live at once, at most: the matrices that were received, the next ones, what is sent for
+    these, and an update per copy; and the buffers of Newton-Schulz. What is sent and got back takes
+    the place of gradients. Where these are smaller, the difference comes on top.
+
+    Args:
+        room: bytes that all of this may take on the rank with most, beside all gradients.
+        parameters: all that are exchanged; at least one.
+    """
+    more = (max(0, 2 * SENT.itemsize - p.itemsize) * largest_shard_numel(p) for p in parameters)
+    copies = 1
+    for p in parameters:
+        cut = {d for _, d in sharded_dims(p)}
+        mesh = () if mesh_of(p) is None else mesh_of(p).shape
+        copies = max(copies, math.prod(n for d, n in enumerate(mesh) if d not in cut))
+    largest = _BUFFERS * SENT.itemsize * max(math.prod(_size(p)) for p in parameters)
+    return max(1, min(EXCHANGE_BYTES, (room - sum(more) - largest) // (3 + copies)))
+
+
 def append_matrices(
-    call: Callable[..., fx.Node], updates: Sequence[Update], skip: fx.Node | None, cap: int
+    call: Callable[..., fx.Node], updates: Sequence[Update], skip: fx.Node | None, cap: int | None
 ) -> tuple[Owners, ...]:
     """Append the updates of matrices.
 
@@ -234,7 +257,7 @@ def append_matrices(
         call: appends a node.
         updates: the matrices, the first gradient to arrive first.
         skip: whether the step changes nothing.
-        cap: bytes of whole matrices that a rank may receive in one exchange.
+        cap: bytes of whole matrices that a rank may receive in one exchange; None: 256 MiB.
 
     Returns:
         What the report has about each mesh.
@@ -258,7 +281,7 @@ def append_matrices(
     for g in groups:
         # Meshes of the same ranks, such as that of experts, share the load.
         load = loads.setdefault(tuple(sorted(g.ranks)), dict.fromkeys(g.ranks, 0))
-        g.choose(load, cap)
+        g.choose(load, EXCHANGE_BYTES if cap is None else cap)
         buckets += (_Bucket(call, *of) for of in g.buckets)
     for before, bucket in zip([None, *buckets], [*buckets, None], strict=True):
         if bucket is not None:
@@ -446,8 +469,7 @@ class _Bucket:
             work = newton_schulz_flops(m.rows, m.columns, group["ns_steps"])
             flops[m.owner] = flops.get(m.owner, 0) + work
         size = SENT.itemsize * (self._back[0].most[0] if self._back else ex.elements(wanted))
-        # The whole matrix, two of its size and two of the shorter side's.
-        largest = 5 * SENT.itemsize * max(m.rows * m.columns for m in ex.matrices)
+        largest = _BUFFERS * SENT.itemsize * max(m.rows * m.columns for m in ex.matrices)
         set_work(self._sent, Work(size, 4 * size, max(flops.values())))
         set_updates(self._sent, (), largest)
         self._have = wanted

@@ -54,7 +54,7 @@ class TrainStep:
         loss: Loss,
         norm: Norm | None,
         make_backend: Callable[[Callable[[], Epilogue] | None], _StepBackend],
-        exchange_bytes: int,
+        exchange_bytes: int | None,
     ) -> None:
         self.model, self.optimizers = model, tuple(optimizers)
         self.total_norm: torch.Tensor | None = None
@@ -155,7 +155,7 @@ def train_step(
     max_norm: float | None = None,
     norm_type: float = 2.0,
     skip_nonfinite: bool = False,
-    exchange_bytes: int = 256 << 20,
+    exchange_bytes: int | None = None,
     passes: Iterable[GraphPass] | None = None,
     compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
     **options: Any,
@@ -197,7 +197,8 @@ def train_step(
         skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN.
             Waits for the norm on the host, unless the optimizer is ``fused``.
         exchange_bytes: bytes of whole matrices, in bfloat16, that ``Muon`` brings to one rank at a
-            time. A larger matrix comes alone.
+            time. A larger matrix or stack comes alone. None: 256 MiB, or fewer where the bound
+            ``memory=`` of :func:`.recipe` leaves less room beside shards and gradients.
         passes: see :func:`.backend`; None takes :func:`.recipe`'s.
         compiler: see :func:`.backend`; so are ``options``.
 
@@ -221,7 +222,7 @@ def train_step(
         raise ValueError(f"max_norm must be positive, got {max_norm!r}")
     if max_norm is None and (skip_nonfinite or norm_type != 2.0):
         raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
-    if exchange_bytes < 1:
+    if exchange_bytes is not None and exchange_bytes < 1:
         raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
     taken: set[torch.Tensor] = set()
     for each in optimizers:

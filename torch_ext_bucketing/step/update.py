@@ -34,8 +34,9 @@ from ..fqns import parameter_names
 from ..graph.collectives import is_wait
 from ..graph.tags import buffer_bytes, set_updates, updates_of
 from ..graph.work import Work, set_work
+from ..passes.compilation import Choice
 from ..reports.step import Owners, StepReport
-from .matrix import Update, append_matrices
+from .matrix import Update, append_matrices, bytes_within
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
 from .rules import BY_NAME, UPDATE, MatrixRule, Rule, one_by_one, rule_of, state_of
 
@@ -109,14 +110,16 @@ class Epilogue:
         norm: how gradients are clipped; None: not at all.
         accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
         aliases: FQN in ``trained`` by other FQNs of the same parameter.
-        exchange_bytes: bytes of whole matrices that a rank may receive in one exchange.
+        exchange_bytes: bytes of whole matrices that a rank may receive in one exchange; None: as
+            many as the bound on memory allows.
     """
 
     trained: dict[str, Trained]
     norm: Norm | None = None
     accumulated: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
-    exchange_bytes: int = 256 << 20
+    exchange_bytes: int | None = None
+    limit_bytes: int | None = None
     total_norm: torch.Tensor | None = None
     updated: list[Trained] = field(default_factory=list)
     gradients: list[Trained] = field(default_factory=list)
@@ -136,7 +139,7 @@ class Epilogue:
         optimizers: Sequence[torch.optim.Optimizer],
         norm: Norm | None,
         accumulated: frozenset[str] = frozenset(),
-        exchange_bytes: int = 256 << 20,
+        exchange_bytes: int | None = None,
     ) -> Epilogue:
         """Make one for all parameters of a model."""
         group_of = {p: group for group in groups_of(optimizers) for p in group.given["params"]}
@@ -153,8 +156,10 @@ class Epilogue:
         graph: fx.Graph,
         inputs: Mapping[str, fx.Node],
         gradients: Sequence[tuple[fx.Node, str]],
+        choice: Choice | None = None,
     ) -> list[fx.Node]:
         """Append the nodes to a graph with gradients, in place; return its new inputs."""
+        self.limit_bytes = None if choice is None else choice.limit_bytes
         # A backward graph has the shards that it reads by the same names as the forward graph.
         self._shards = {**inputs, **self._shards}
         named = [(value, self.aliases.get(fqn, fqn)) for value, fqn in gradients]
@@ -359,7 +364,12 @@ class _Appending:
             nbytes = group.rule.copies(group.given, single) * largest_shard_bytes(p.parameter)
             set_updates(node, (p.fqn,), nbytes)
         # Gradients of the last layers arrive first.
-        epilogue.owners = append_matrices(self.call, matrices[::-1], skip, epilogue.exchange_bytes)
+        cap, limit = epilogue.exchange_bytes, epilogue.limit_bytes
+        if cap is None and limit is not None and matrices:
+            held = [*epilogue.trained.values(), *epilogue.gradients]
+            room = limit - sum(largest_shard_bytes(p.parameter) for p in held)
+            cap = bytes_within(room, [u.parameter for u in matrices])
+        epilogue.owners = append_matrices(self.call, matrices[::-1], skip, cap)
         return shards
 
     def _groups(self) -> dict[Group, int]:
