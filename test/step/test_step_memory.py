@@ -18,6 +18,7 @@ from torch_ext_bucketing.graph.tags import updates_of
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.step import StepReport
+from torch_ext_bucketing.step.matrix import ORTHOGONALIZE
 from torch_ext_bucketing.step.rules import BY_NAME, RULES, UPDATE, one_by_one
 
 NUMEL = 1 << 14
@@ -178,3 +179,41 @@ def test_updates_stand_where_a_bound_on_memory_is_kept():
 
     updates_last = Timeline.of(model, sorted(range(len(model)), key=late))
     assert Timeline.of(model).peak_bytes <= limit < updates_last.peak_bytes
+
+
+def matrices_under(kib: float, **options) -> tuple[int, float, bool]:
+    """Return the exchanges of Muon's matrices, their live KiB, and whether the report has all."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    with fake_group(2, 0):
+        layers = (nn.Linear(64, 64, bias=False) for _ in range(12))
+        model = teb.data_parallel(nn.Sequential(*layers), init_device_mesh("cpu", (2,)))
+        memory = teb.PeakMemory(gib=kib * 1024 / GIB)
+        passes = teb.recipe(model, "speed", memory=memory, state_bytes_per_parameter=4)
+        given = {"passes": passes, "compiler": keep, **options}
+        muon = torch.optim.Muon(model.parameters())
+        step = teb.train_step(model, muon, lambda model, x: model(x).sum(), **given)
+        step(torch.zeros(1, 64))
+        analysis = GraphAnalysis(graphs[-1])
+        live = model_of(analysis).liveness.own_profile
+        at = [i for i, n in enumerate(analysis.dependencies.nodes) if n.target is ORTHOGONALIZE]
+        last = step.backend.last_report()
+        (report,) = (r for r in last.rewrites if isinstance(r, StepReport))
+        counted = last.schedules[-1].peak_bytes[-1]
+        return report.owners[0].exchanges, max(live[i] for i in at) / 1024, counted == max(live)
+
+
+def test_exchanges_are_cut_to_fit_under_the_bound():
+    # 288 KiB of shards, gradients and momentum; a matrix has 8 KiB in bfloat16.
+    exchanges, live, _ = matrices_under(324, exchange_bytes=256 << 20)
+    assert (exchanges, live > 324) == (1, True)
+    exchanges, live, counted = matrices_under(324)
+    assert (exchanges, live <= 324) == (6, True)
+    # All shards are inputs, also those that only forward reads, and count once.
+    assert counted
+    assert matrices_under(600)[0] == 1

@@ -396,8 +396,10 @@ class _Appending:
         node = self._input_of(p, "", lambda: shard_of(p.parameter))
         node.meta["desc"] = as_parameter(p.fqn)
         if forward is not None:
-            # The same fake tensor: what forward saved may be a view of it.
+            # The same fake tensor: what forward saved may be a view of it. The same name: memory
+            # of forward's inputs counts once.
             node.meta["val"] = forward.meta["val"]
+            node.name = node.target = forward.name
         return node
 
     def _input_of(
