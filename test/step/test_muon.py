@@ -1,6 +1,7 @@
 """The step with Muon against torch's own on whole matrices, on real ranks and in graphs."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -18,9 +19,13 @@ from whole_muon import WholeMuon
 
 import torch_ext_bucketing as teb
 from eager_parity.steps import state_digest
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import collective_kind, is_wait
 from torch_ext_bucketing.graph.work import work_of
 from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.planner.schedule.model import model_of
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.step import StepReport
 from torch_ext_bucketing.step import matrix
 from torch_ext_bucketing.step.matrix import ADD, ORTHOGONALIZE, SEND
@@ -57,9 +62,9 @@ def optimizers(model: nn.Module, muon=torch.optim.Muon, **options):
     return [muon(parts[True], lr=0.02, **options), adam]
 
 
-def step_of(model, of, **options):
+def step_of(model, of, machine=None, **options):
     given = {"compiler": "aot_eager", **options}
-    passes = teb.recipe(model, units=UNITS, reduce="all_to_all")
+    passes = teb.recipe(model, units=UNITS, reduce="all_to_all", machine=machine)
     return teb.train_step(model, of, loss_of, passes=passes, **given)
 
 
@@ -193,18 +198,30 @@ def planned(model: nn.Module, muon=torch.optim.Muon, **options):
 
 def test_one_exchange_travels_while_another_is_computed(model):
     # All owners have several of the 14 matrices; each exchange brings one to an owner.
-    report, nodes = planned(model, exchange_bytes=1)
+    slow = dataclasses.replace(H100, flops={**H100.flops, "bfloat16": 1e10})
+    report, nodes = planned(model, exchange_bytes=1, machine=slow)
     (owners,) = report.owners
     assert (owners.matrices, owners.ranks, owners.idle) == (14, 4, 0)
     assert owners.exchanges >= 14 / 4
     assert f"14 matrices on 4 ranks, exchanged {owners.exchanges} times" in report.to_text()
     counts = [sum(n.target is t for n in nodes) for t in (SEND, ORTHOGONALIZE, ADD)]
     assert counts == [owners.exchanges] * 3
-    forth = [n for n in nodes if collective_kind(n) == "all_to_all" and n.args[0].target is SEND]
+    exchanges = [n for n in nodes if collective_kind(n) == "all_to_all"]
+    forth, back = ([n for n in exchanges if n.args[0].target is t] for t in (SEND, ORTHOGONALIZE))
     assert len(forth) == owners.exchanges
     computed = [i for i, n in enumerate(nodes) if n.target is ORTHOGONALIZE]
     waits = {n.args[0]: i for i, n in enumerate(nodes) if is_wait(n)}
     assert any(nodes.index(n) < computed[0] < waits[n] for n in forth)
+    # Where that takes long, kernels run all the time from the first exchange to the last one.
+    scheduled = model_of(GraphAnalysis(nodes[0].graph), Costs(slow))
+    line, place = Timeline.of(scheduled), scheduled.dependencies.index
+    *others, last = sorted(line.end[place[n]] for n in (*forth, *back))
+    first = min(line.begin[place[n]] for n in forth)
+    computing = max(line.end[place[n]] for n in nodes if n.target is ORTHOGONALIZE)
+    assert others[-1] < computing < last
+    inside = [i for i in line.order if first <= line.begin[i] < computing]
+    busy = sum(scheduled.ms[i] for i in inside if scheduled.group[i] is None)
+    assert busy > 0.98 * (computing - first)
     updated = {f for of in report.updates for f in of}
     assert updated == {name for name, _ in model.named_parameters()}
 

@@ -204,6 +204,13 @@ def matrices_under(kib: float, **options) -> tuple[int, float, bool]:
         at = [i for i, n in enumerate(analysis.dependencies.nodes) if n.target is ORTHOGONALIZE]
         last = step.backend.last_report()
         (report,) = (r for r in last.rewrites if isinstance(r, StepReport))
+        exposed, kernels, collectives = last.schedules[-1].optimizer_ms
+        assert min(kernels, collectives) > 0
+        # Hidden is what runs beside backward, or one exchange beside another's kernels.
+        hidden = kernels + collectives - exposed
+        assert (abs(hidden) < 1e-9) == (report.owners[0].exchanges == 1)
+        assert 0 <= hidden + 1e-9 < collectives
+        assert "optimizer adds, ms" in last.to_text()
         counted = last.schedules[-1].peak_bytes[-1]
         return report.owners[0].exchanges, max(live[i] for i in at) / 1024, counted == max(live)
 

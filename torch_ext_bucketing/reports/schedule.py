@@ -51,6 +51,8 @@ class ScheduleReport(Report):
         order: names of the movable nodes, in the new order.
         bounds_cost_ms: time that an order without any bound would save.
         rank_order_ms: time that sums in rank order add over rings; None: there are none.
+        optimizer_ms: what norm, clipping and updates add to the step; their kernels; and their
+            collectives. The rest is hidden. None: the graph has none.
         size_hints: values taken for sizes that depend on data.
         seconds: time of the search.
     """
@@ -75,6 +77,7 @@ class ScheduleReport(Report):
     order: tuple[str, ...] = ()
     bounds_cost_ms: float = 0.0
     rank_order_ms: float | None = None
+    optimizer_ms: tuple[float, float, float] | None = None
     size_hints: str = ""
     seconds: float = 0.0
 
@@ -109,6 +112,10 @@ class ScheduleReport(Report):
         if self.rank_order_ms is not None:
             text = "what all-to-alls and their sums take longer than rings"
             rows.append(("sums in rank order, ms", "", f"{self.rank_order_ms:.2f}", text))
+        if self.optimizer_ms is not None:
+            exposed, kernels, collectives = self.optimizer_ms
+            text = f"of {kernels:.2f} of kernels and {collectives:.2f} of collectives"
+            rows.append(("optimizer adds, ms", "", f"{exposed:.2f}", text))
         if self.caps is not None and (self.caps.caps_mb or self.caps.chosen.planner):
             rows.append(("byte cap, MiB", "", "", self.caps.to_text()))
         rows += [(bound.policy, "", "", bound.text) for bound in self.bounds if bound.text]

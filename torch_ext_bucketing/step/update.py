@@ -32,7 +32,7 @@ from .._torch.descriptors import as_buffer, as_parameter
 from .._torch.sharded import largest_shard_bytes, largest_shard_numel, shard_of
 from ..fqns import parameter_names
 from ..graph.collectives import is_wait
-from ..graph.tags import buffer_bytes, set_updates, updates_of
+from ..graph.tags import buffer_bytes, mark_optimizer, set_updates, updates_of
 from ..graph.work import Work, set_work
 from ..passes.compilation import Choice
 from ..reports.step import Owners, StepReport
@@ -301,6 +301,8 @@ class _Appending:
         dropped = {value: shards[p] for value, p in self.found if p in shards}
         self.output.args = fx.map_arg(self.output.args, lambda n: dropped.get(n, n))
         mark_backward(self.made)
+        for node in self.made:
+            mark_optimizer(node)
         return self.inputs
 
     def _gradients(self) -> dict[Trained, fx.Node]:

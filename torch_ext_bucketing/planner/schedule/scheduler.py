@@ -27,6 +27,7 @@ from ...graph.analysis import GraphAnalysis
 from ...graph.dependencies import Precedence
 from ...graph.pause_gc import paused_gc
 from ...graph.size_hints import GivenHints, SizeHints
+from ...graph.tags import is_optimizer
 from ...graph.unwrap import GraphLike, graph_of
 from ...reports.schedule import ScheduleReport
 from ...reports.text import sizes_text
@@ -124,7 +125,13 @@ def schedule(
             notes = report.notes
             if price is not None and "all_to_all" in costs.by_torch:
                 notes += (_UPPER_GUESS,)
-            report = replace(report, machine=machine.describe(), rank_order_ms=price, notes=notes)
+            report = replace(
+                report,
+                machine=machine.describe(),
+                rank_order_ms=price,
+                optimizer_ms=_optimizer_ms(model, order),
+                notes=notes,
+            )
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
         _reorder(graph, model.dependencies, order)
@@ -417,6 +424,20 @@ def _rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | 
         return None
     rings = replace(model, ms=costs.with_rings(nodes, model.ms))
     return Timeline.of(model, order).step_ms - Timeline.of(rings, order).step_ms
+
+
+def _optimizer_ms(model: Model, order: Sequence[int]) -> tuple[float, float, float] | None:
+    """Compute :attr:`.ScheduleReport.optimizer_ms`."""
+    mine = [i for i, node in enumerate(model.dependencies.nodes) if is_optimizer(node)]
+    if not mine:
+        return None
+    ms = list(model.ms)
+    for i in mine:
+        ms[i] = 0.0
+    without = Timeline.of(replace(model, ms=ms), order).step_ms
+    kernels = sum(model.ms[i] for i in mine if model.group[i] is None)
+    collectives = sum(model.ms[i] for i in mine if model.group[i] is not None)
+    return Timeline.of(model, order).step_ms - without, kernels, collectives
 
 
 def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) -> None:
