@@ -11,6 +11,8 @@ one optimizer step on nodes of eight H100s, FSDP over all ranks:
 - ``owners`` is what ``train_step`` plans. A bucket travels under backward unless it has matrices
   of the first block, whose gradients come last;
 - ``owners, clipped`` begins after backward: no gradient may travel before the norm is there;
+- ``small gathered``: beside that, every rank computes the cheapest matrices from one gather, those
+  of as many costs as make the step shortest, but at least of one;
 - ``per block`` has an exchange per transformer block, in float32, on the same owners, as
   torchtitan's DistMuon can be configured. Its code is not run: it needs CUDA;
 - ``gathers`` gathers every gradient in float32, and every rank computes all matrices;
@@ -18,6 +20,8 @@ one optimizer step on nodes of eight H100s, FSDP over all ranks:
 
 A collective's time is that of the busiest rank. Ranks compute while the network is busy, and wait
 for what they need. ``alone`` is the larger of all exchanges and of the busiest rank's kernels.
+``chain`` is the time of the costliest matrix of the first block, there, computed and back, which no
+owners of whole matrices shorten.
 
 Exit status: 0.
 """
@@ -121,12 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "kernels ms",
             "ms",
             "/ alone",
+            "chain ms",
         ]
     ]
+    chains = {(name, n): _chain_ms(MODELS[name][0], n) for name in TIMED for n in RANKS}
     for name, ranks, s in steps:
         numbers = [f"{s.sent / 2**20:.0f}", f"{s.network_ms:.1f}", f"{s.kernels_ms:.1f}"]
         shown = [*numbers, f"{s.ms:.1f}", f"{s.over_alone:.2f}"]
         second.append([name, str(ranks), s.way, str(s.collectives), *shown])
+        second[-1].append(f"{chains[name, ranks]:.1f}" if "owners" in s.way else "-")
     document = document_of("python -m benchmarks.muon", argv)
     document["balance"] = balance
     document["steps"] = [[name, ranks, *s, s.over_alone] for name, ranks, s in steps]
@@ -205,6 +212,8 @@ def _steps(blocks: Sequence[Sequence[Shape]], ranks: int) -> Iterator[Step]:
     buckets = choose_buckets(costs, nbytes, owners, EXCHANGE_BYTES, LEAST_BYTES)
     yield _exchanged("owners", *given, buckets, 2, len(shapes) - len(blocks[0]))
     yield _exchanged("owners, clipped", *given, buckets, 2)
+    tried = [_small_gathered(shapes, ranks, most) for most in sorted(set(costs))[:-1]]
+    yield min(tried, key=lambda step: step.ms)
     sizes = [len(block) for block in reversed(blocks)]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     by_block = [list(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)]
@@ -225,6 +234,33 @@ def _steps(blocks: Sequence[Sequence[Shape]], ranks: int) -> Iterator[Step]:
     yield Step("adamw", 0, 0, 0, adamw, adamw)
 
 
+def _small_gathered(shapes: Sequence[Shape], ranks: int, most: int) -> Step:
+    """Follow a step after backward in which all ranks compute the matrices of at most a cost."""
+    small = [shape for shape in shapes if newton_schulz_flops(*shape, STEPS) <= most]
+    rest = [shape for shape in shapes if newton_schulz_flops(*shape, STEPS) > most]
+    costs = _costs(rest)
+    owners = choose_owners(costs, [0] * ranks)
+    nbytes = [2 * rows * columns for rows, columns in rest]
+    buckets = choose_buckets(costs, nbytes, owners, EXCHANGE_BYTES, LEAST_BYTES)
+    bytes_each = sum(2 * rows * columns for rows, columns in small)
+    gather = _network_ms("all_gather", ranks, bytes_each * (ranks + 1) // ranks)
+    kernels = _ns_ms(sum(_costs(small))) + _kernel_ms(24 * bytes_each / 2 / ranks)
+    way = "small gathered"
+    step = _exchanged(way, rest, costs, owners, ranks, buckets, 2, extra=(gather, kernels))
+    return step._replace(sent=step.sent + bytes_each / ranks * (ranks - 1))
+
+
+def _chain_ms(block: Sequence[Shape], ranks: int) -> float:
+    """Time the costliest matrix of a block alone, from its shards to its owner and back."""
+    times = []
+    for shape in block:
+        exchange = Exchange([_matrix(shape, 0, ranks)], (ranks,), (0,))
+        stages = [*exchange.to_owners(), *exchange.to_shards()]
+        travel = (_network_ms("all_to_all", ranks, 2 * sum(s.most)) for s in stages)
+        times.append(sum(travel) + _ns_ms(newton_schulz_flops(*shape, STEPS)))
+    return max(times)
+
+
 def _exchanged(
     way: str,
     shapes: Sequence[Shape],
@@ -234,8 +270,13 @@ def _exchanged(
     buckets: Sequence[Sequence[int]],
     itemsize: int,
     under_backward: int = 0,
+    extra: tuple[float, float] = (0.0, 0.0),
 ) -> Step:
-    """Follow the nodes of :mod:`torch_ext_bucketing.step.matrix`, rank by rank."""
+    """Follow the nodes of :mod:`torch_ext_bucketing.step.matrix`, rank by rank.
+
+    Args:
+        extra: milliseconds of a gather before the exchanges, and of kernels that need it.
+    """
     there, back = list[float](), list[float]()
     packs, adds, work = list[float](), list[float](), list[list[float]]()
     sent = 0
@@ -251,7 +292,7 @@ def _exchanged(
         adds.append(_kernel_ms((8 + itemsize) * part))
         loads = _loads([costs[i] for i in of], [owners[i] for i in of], ranks)
         work.append([_ns_ms(flops) for flops in loads])
-    packed = network = 0.0
+    packed, network = 0.0, extra[0]
     arrived, returned = list[float](), list[float]()
     for of, pack, time in zip(buckets, packs, there, strict=True):
         # Under backward, which ends at 0, if no gradient is of the block that comes last.
@@ -261,7 +302,7 @@ def _exchanged(
             packed += pack
             network = max(network, packed) + time
             arrived.append(network)
-    free = [packed] * ranks
+    free = [max(packed, extra[0]) + extra[1]] * ranks
     for k, times in enumerate(work):
         free = [max(f, arrived[k]) + t for f, t in zip(free, times, strict=True)]
         network = max(network, max(free)) + back[k]
@@ -269,9 +310,9 @@ def _exchanged(
     end = max(free)
     for arrival, add in zip(returned, adds, strict=True):
         end = max(end, arrival) + add
-    busiest = max(map(sum, zip(*work, strict=True))) + sum(packs) + sum(adds)
-    both = sum(there) + sum(back)
-    return Step(way, 2 * len(buckets), sent, both, busiest, end)
+    busiest = max(map(sum, zip(*work, strict=True))) + sum(packs) + sum(adds) + extra[1]
+    both = sum(there) + sum(back) + extra[0]
+    return Step(way, 2 * len(buckets) + bool(extra[0]), sent, both, busiest, end)
 
 
 def _matrix(shape: Shape, owner: int, ranks: int) -> Matrix:
