@@ -235,7 +235,7 @@ def _steps(blocks: Sequence[Sequence[Shape]], ranks: int) -> Iterator[Step]:
 
 
 def _small_gathered(shapes: Sequence[Shape], ranks: int, most: int) -> Step:
-    """Follow a step after backward in which all ranks compute the matrices of at most a cost."""
+    """Follow a step after backward. All ranks compute the matrices of at most a cost."""
     small = [shape for shape in shapes if newton_schulz_flops(*shape, STEPS) <= most]
     rest = [shape for shape in shapes if newton_schulz_flops(*shape, STEPS) > most]
     costs = _costs(rest)
