@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .passes.base import GraphPass as GraphPass
     from .passes.bucketing import BucketByCap as BucketByCap
     from .passes.bucketing import BucketByUnit as BucketByUnit
+    from .passes.park import Park as Park
     from .planner.cost.machine import Machine as Machine
     from .planner.passes.resharding import ReshardAfterForward as ReshardAfterForward
     from .planner.passes.scheduling import BucketAndSchedule as BucketAndSchedule
@@ -63,6 +64,7 @@ _HOME = {
     "MatchFSDP2": "rewrites.match_fsdp2",
     "MaxComputeRun": "planner.schedule.memory",
     "Overlap": "planner.schedule.overlap",
+    "Park": "passes.park",
     "PeakMemory": "planner.schedule.memory",
     "ReshardAfterForward": "planner.passes.resharding",
     "Schedule": "planner.passes.scheduling",

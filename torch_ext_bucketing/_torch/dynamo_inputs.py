@@ -29,7 +29,7 @@ with private_torch():
 
 _STEP = re.compile(
     r"""\._(?P<table>modules|parameters|buffers)\[(?P<q>['"])(?P<key>.+?)(?P=q)\]"""
-    r"""|\.(?P<attr>[A-Za-z_]\w*)"""
+    r"""|\.(?P<attr>\w+)"""
     r"""|\[(?P<index>\d+)\]"""
 )
 _ROOT = re.compile(r"""^(?:L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
@@ -186,7 +186,7 @@ def module_path(expression: str) -> str | None:
     """Return the FQN of a module given as a Dynamo expression or as an FQN, or None."""
     if not _ROOT.match(expression):
         return expression if re.fullmatch(r"[\w.]*", expression) else None
-    # A module stack has L['self'].layers[0] or L['self']._modules['layers']...
+    # A module stack has L['self'].layers[0], L['self'].layers.0 or L['self']._modules['layers']...
     if expression.startswith("G["):
         return None
     return _walk(expression)[0]

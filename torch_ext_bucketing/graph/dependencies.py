@@ -35,6 +35,7 @@ from .collectives import (
     is_wait,
     kind_of,
 )
+from .host_copies import host_stream, is_host_wait, launched_by
 from .writes import Writes, written_values
 
 # Higher-order operators without side effects.
@@ -84,7 +85,8 @@ class Dependencies(Precedence):
 
     Attributes:
         index: place of each movable node among them.
-        group: name of the process group, by the place of each collective.
+        group: name of the process group, by the place of each collective; of a host copy, its
+            stream.
 
     Raises:
         ValueError: a node stands before one of its inputs.
@@ -119,9 +121,9 @@ class Dependencies(Precedence):
                     needs[at][other] = None
                 elif other is not None and other > at:
                     needs[other][at] = None
-                if is_collective(node):
-                    # A collective reads its input until its wait.
-                    waits = (self.index[w] for w in node.users if is_wait(w))
+                if is_collective(node) or host_stream(node):
+                    # A collective, or a copy, reads its input until its wait.
+                    waits = (self.index[w] for w in node.users if launched_by(w) is node)
                     needs[at].update(dict.fromkeys(w for w in waits if w < at))
 
     def _order_assertions(self, needs: list[dict[int, None]]) -> None:
@@ -152,6 +154,8 @@ class Dependencies(Precedence):
                 # All-to-alls have no kind that buckets merge, and may overtake each other.
                 kind = kind_of(node)
                 chain = kind and (self.group[i], kind)
+            elif stream := host_stream(node):
+                self.group[i] = stream  # copies may overtake each other
             elif _draws_random_numbers(node):
                 chain = "random"
             elif _is_profiler_mark(node):
@@ -191,7 +195,7 @@ def _acts(node: fx.Node) -> bool:
 def _is_barrier(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
-    if is_assertion(node) or _is_profiler_mark(node):
+    if is_assertion(node) or _is_profiler_mark(node) or is_host_wait(node):
         return False
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):

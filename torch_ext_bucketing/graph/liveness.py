@@ -2,7 +2,8 @@
 
 Bytes are counted per storage, so that views and other aliases count once. A storage is live from
 the node that allocates it to the last node that touches it, unless it is an output or an input
-that the caller keeps: these stay. What a collective reads and writes is live until its wait.
+that the caller keeps: these stay. What a collective or a copy to or from host memory reads and
+writes is live until its wait. Host memory does not count.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from .collectives import is_collective, is_number, is_view, started_by, tensors_in
+from .collectives import is_collective, is_number, is_view, tensors_in
 from .dependencies import Dependencies
+from .host_copies import is_on_host, launched_by
 from .size_hints import SizeHints
 from .tags import buffer_bytes
 from .uneven import ShardSide, shard_side
@@ -195,7 +197,7 @@ def storages_of(
             new = (*new, len(found.size))
             mine = (*mine, len(found.size))
             found.size.append(buffers)
-        start = started_by(node)
+        start = launched_by(node)
         read = () if start is None else start.all_input_nodes
         sent = (s for arg in read for s in found.of_node[arg])
         found.allocates.append(new)
@@ -207,7 +209,7 @@ def _result_storages(
     node: fx.Node, found: Storages, ids: dict[Any, int], side: ShardSide, hints: SizeHints
 ) -> tuple[int, ...]:
     """Return the storages of a node's result, and number new ones in ``ids``, by address."""
-    if is_number(node):
+    if is_number(node) or is_on_host(node):
         return ()
     values = _values(node)
     returned = _returned_input(node)
@@ -229,7 +231,7 @@ def _returned_input(node: fx.Node) -> fx.Node | None:
     """Return the input that shares its memory with the result, where fake tensors don't show it."""
     # Fake results of collectives and waits are copies. A view's is still a view of what its input
     # was before bucketing.
-    start = started_by(node)
+    start = launched_by(node)
     if start is not None:
         return start
     if is_collective(node):

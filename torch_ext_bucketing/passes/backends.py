@@ -24,6 +24,7 @@ from .._torch import aot as _aot
 from .._torch import caches as _caches
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import CustomGraphPass, compile_inductor
+from .._torch.offloading import copies_in_partitioner
 from .._torch.process_groups import compiles_for_all_ranks, default_group
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
@@ -39,6 +40,7 @@ from .cache_key import describe, digest, log_no_uuid
 from .code import code_of_fields
 from .compilation import Compilation, Extension
 from .facts import Order, last_fact
+from .park import Parked
 from .pin_order import pin_order
 from .pipeline import Pipeline
 
@@ -133,36 +135,39 @@ class BucketingBackend:
         def extend(graph: fx.GraphModule) -> tuple[list[Any], _aot.Wrap]:
             return _extended(graph, compilation)
 
-        if self.compiler == "inductor":
-            meshes = _caches.meshes_in(example_inputs)
-            compiled = compile_inductor(
-                gm,
-                example_inputs,
-                joint=_InductorPass(self, "joint", compilation, meshes),
-                post_grad=_InductorPass(self, "forward_backward", compilation, meshes, agrees),
-                options=kwargs.get("options"),
-                mode=kwargs.get("mode"),
-                cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
-                prefetch=self.prefetch,
-                meshes=meshes,
-                extend=extend if compilation.extension else None,
-            )
-        else:
-            compiled = self._compile_aot(gm, example_inputs, compilation, agrees, extend)
+        facts = (fact for p in self.pipeline.joint for fact in p.provides)
+        with copies_in_partitioner(last_fact(facts, Parked) is not None):
+            compiled = self._compile(gm, example_inputs, compilation, agrees, extend, kwargs)
         if is_fresh:
             compiled = as_fresh_frame(compiled)
         for p in (*self.pipeline.forward_backward, *self.pipeline.joint):
             compiled = p.wrap(compiled, compilation)
         return compiled
 
-    def _compile_aot(
+    def _compile(
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         compilation: Compilation,
         agrees: bool,
         extend: Callable[[fx.GraphModule], tuple[list[Any], _aot.Wrap]],
+        given: dict[str, Any],
     ) -> Callable[..., Any]:
+        if self.compiler == "inductor":
+            meshes = _caches.meshes_in(example_inputs)
+            return compile_inductor(
+                gm,
+                example_inputs,
+                joint=_InductorPass(self, "joint", compilation, meshes),
+                post_grad=_InductorPass(self, "forward_backward", compilation, meshes, agrees),
+                options=given.get("options"),
+                mode=given.get("mode"),
+                cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
+                prefetch=self.prefetch,
+                meshes=meshes,
+                extend=extend if compilation.extension else None,
+            )
+
         def each(graph: fx.GraphModule) -> _aot.Wrap:
             launches_after = _run_each(self.pipeline, graph, compilation)
             if not agrees:

@@ -2,8 +2,8 @@
 
 Inductor's scheduler may move a node to anywhere after its inputs: to lower the peak of memory
 (``reorder_for_peak_memory``), to start collectives earlier (``enable_simple_overlap``), to have
-fewer partitions for CUDA graphs. This pins the order of collectives, waits and compute nodes.
-Kernels between them may still fuse and move::
+fewer partitions for CUDA graphs. This pins the order of collectives, copies to and from host
+memory, waits and compute nodes. Kernels between them may still fuse and move::
 
     mm1  mm2  rs  mm3  wait         mm2 after mm1, rs after mm2, mm3 after rs, wait after mm3
 
@@ -20,7 +20,8 @@ import torch
 import torch.fx as fx
 
 from .._torch.sorting import run_after
-from ..graph.collectives import is_collective, is_compute, is_number, is_view, started_by
+from ..graph.collectives import is_collective, is_compute, is_number, is_view
+from ..graph.host_copies import host_stream, launched_by
 
 
 def pin_order(graph: fx.Graph) -> int:
@@ -43,7 +44,8 @@ def pin_order(graph: fx.Graph) -> int:
         after[node] = (
             0 if is_number(node) else last(map(after.__getitem__, node.all_input_nodes), default=0)
         )
-        in_order = is_collective(node) or started_by(node) is not None or is_compute(node)
+        starts = is_collective(node) or host_stream(node) is not None
+        in_order = starts or launched_by(node) is not None or is_compute(node)
         if (in_order or node in packs) and after[node] < len(pinned):
             wanted[node] = pinned[-1:]
             after[node] = len(pinned)

@@ -32,6 +32,7 @@ from ...graph.collectives import (
     kind_of,
     tensors_in,
 )
+from ...graph.host_copies import FROM_HOST, TO_HOST, host_stream
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
 from ...graph.work import work_of
@@ -71,6 +72,8 @@ class Costs:
         given = self._estimated(node, None)
         if given is not None:
             return given
+        if host_stream(node):
+            return self.host_copy(self.result_bytes(node))
         work = work_of(node)
         if work is not None and work.moved is not None:
             rate = machine.flops.get("bfloat16", machine.other_flops)
@@ -124,6 +127,10 @@ class Costs:
     def copy(self, nbytes: int) -> float:
         """Time a copy of ``nbytes`` into or out of a bucket, in milliseconds."""
         return self.kernel(2 * nbytes)
+
+    def host_copy(self, nbytes: int) -> float:
+        """Time a copy of ``nbytes`` to or from host memory, in milliseconds."""
+        return self.machine.kernel_ms + nbytes / self.machine.host_bandwidth * 1e3
 
     def pack(self, given: int, packed: int) -> float:
         """Time the packing of an all-gather bucket, in milliseconds."""
@@ -230,7 +237,7 @@ class Costs:
         if self.machine.ranks_per_node is None:
             return {}
         found: dict[str, list[str]] = {}
-        for group in dict.fromkeys(groups):
+        for group in dict.fromkeys(g for g in groups if g not in (TO_HOST, FROM_HOST)):
             ranks = self._ranks_of(group)
             if len(ranks) > 1:
                 _, nodes = self.machine.layout_of(ranks)

@@ -11,13 +11,15 @@ from .machine import H100, Machine, tensor_core_rates
 from .network import INFINIBAND, Level, nvlink
 
 # From NVIDIA's data sheets: dense operations per second in 16 bit, in TF32 and in 8 bit, bytes per
-# second of memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach
-# about seven tenths of that, copies and links eight tenths. The limits of NCCL's LL are its own.
-A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 Gbit/s
+# second of memory, of NVLink each way, of a GPU's adapter, and of its link to host memory each way.
+# As with the H100, products reach about seven tenths of that, copies and links eight tenths. The
+# limits of NCCL's LL are its own.
+A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; PCIe 4, 32 GB/s; DGX A100: 200 Gbit/s
     H100,
     name="A100",
     flops=tensor_core_rates(218e12),
     bandwidth=1.63e12,
+    host_bandwidth=25e9,
     intra=Level(240e9, protocols=nvlink(87.7e9)),
     inter=Level(21e9, protocols=INFINIBAND),
 )
@@ -29,10 +31,13 @@ B200 = replace(  # 2,250, 1,125, 4,500 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has
     bandwidth=6.4e12,
     intra=Level(720e9, protocols=nvlink(282e9)),
 )
-GB200 = replace(  # 2,500, 1,250, 5,000 TFLOP/s; NVLink joins a rack of 72 GPUs, 400 Gbit/s beyond
+# 2,500, 1,250, 5,000 TFLOP/s; NVLink joins a rack of 72 GPUs, 400 Gbit/s beyond. NVLink-C2C to the
+# Grace CPU: 900 GB/s, half of it each way, shared by two GPUs.
+GB200 = replace(
     B200,
     name="GB200",
     flops=tensor_core_rates(1750e12, 3500e12),
+    host_bandwidth=180e9,
     ranks_per_node=72,
 )
 

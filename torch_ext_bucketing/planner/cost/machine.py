@@ -50,6 +50,7 @@ class Machine:
         other_flops: the same for dtypes that ``flops`` does not name.
         bandwidth: bytes per second that kernels read and write.
         kernel_ms: milliseconds of the smallest kernel.
+        host_bandwidth: bytes per second of copies between the GPU and pinned host memory, each way.
         collectives: measured times, ``(kind, (ranks, nodes))`` to ``(bytes, ms)`` pairs. Kind is a
             key of :data:`.COLLECTIVES`, bytes are input and output together. ``(kind, ranks)``
             stands for groups on one node, and for all groups where ``ranks_per_node`` is None.
@@ -81,6 +82,7 @@ class Machine:
     other_flops: float = 50e12
     bandwidth: float = 2e12
     kernel_ms: float = 0.002
+    host_bandwidth: float = 50e9
     collectives: Table = field(default_factory=dict)
     ranks_per_node: int | None = None
     intra: Level | None = None
@@ -103,6 +105,7 @@ class Machine:
                     "factor positive"
                 )
         check_rate("bandwidth", self.bandwidth)
+        check_rate("host_bandwidth", self.host_bandwidth)
         check_time("kernel_ms", self.kernel_ms)
         for name, level in (("intra", self.intra), ("inter", self.inter)):
             if level is not None and not isinstance(level, Level):
@@ -334,6 +337,9 @@ H100 = Machine(
     # matrix products reach about seven tenths of that, copies about eight tenths.
     flops=tensor_core_rates(692e12, 1385e12),
     bandwidth=2.7e12,
+    # The same sheet: PCIe 5 at 128 GB/s, 64 GB/s each way, of which copies reach eight tenths, too.
+    # torch plans with 50 GB/s (activation_offload_cpu_gpu_bw).
+    host_bandwidth=51e9,
     # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.
     # About eight tenths of both are reached. NCCL's model has 48 GB/s for the adapter.
     ranks_per_node=8,

@@ -83,15 +83,21 @@ def measure(
         flops[str(dtype).removeprefix("torch.")] = 2 * n**3 / ms * 1e3
     x = torch.ones(_COPY_MIB[device] * 2**20, dtype=torch.uint8, device=device)
     small = torch.ones(1, device=device)
+    host = torch.empty_like(x, device="cpu", pin_memory=device == "cuda")
+    # All ranks of a host copy at once, as they do in a step.
+    both = [functools.partial(a.copy_, b, non_blocking=True) for a, b in ((host, x), (x, host))]
+    host_ms = max(_kernel_ms(copy, device, repeats) for copy in both)
     bandwidth = 2 * x.numel() / _kernel_ms(x.clone, device, repeats) * 1e3
     kernel_ms = _kernel_ms(small.neg, device, repeats)
     say(f"products {flops['bfloat16'] / 1e12:.3g} TFLOP/s in bfloat16, copies {bandwidth:.3g} B/s")
+    say(f"copies to and from host memory {x.numel() / host_ms * 1e3:.3g} B/s")
     return Machine(
         f"measured, {world} ranks, {dist.get_backend()}",
         flops,
         other_flops=flops["float32"],
         bandwidth=bandwidth,
         kernel_ms=kernel_ms,
+        host_bandwidth=x.numel() / host_ms * 1e3,
         collectives={key: tuple(sorted(points.items())) for key, points in table.items()},
         ranks_per_node=per_node,
     )

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch.fx as fx
 
 from ...graph.analysis import GraphAnalysis
-from ...graph.collectives import Kind, is_compute, is_view, kind_of, started_by
+from ...graph.collectives import Kind, is_compute, is_view, kind_of
 from ...graph.dependencies import Precedence
+from ...graph.host_copies import launched_by
 from ...graph.liveness import Storages
 from ...graph.size_hints import GivenHints, SizeHints
 from ...graph.tags import replaced_kind
@@ -48,7 +49,7 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         liveness=graph.liveness,
         ms=costs.times(nodes, graph.free),
         group=[dependencies.group.get(i) for i in range(len(nodes))],
-        start_of=[-1 if (s := started_by(n)) is None else index[s] for n in nodes],
+        start_of=[-1 if (s := launched_by(n)) is None else index[s] for n in nodes],
         compute=[is_compute(n) for n in nodes],
         reduces=[replaced_kind(n) == "reduce_scatter" for n in nodes],
         view=[is_view(n) for n in nodes],

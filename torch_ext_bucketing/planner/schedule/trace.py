@@ -11,6 +11,7 @@ from typing import Any
 import torch.fx as fx
 
 from ...graph.collectives import COLLECTIVES, collective_kind
+from ...graph.host_copies import host_stream
 from ...graph.size_hints import SizeHints
 from ...graph.tags import member_tags, tag_of
 from .model import Model
@@ -28,7 +29,7 @@ class Drawn:
 
 
 def label(start: fx.Node, hints: SizeHints | None = None) -> str:
-    """Describe a collective by kind, modules and size."""
+    """Describe a collective by kind, modules and size, or a copy by its stream and size."""
     hints = hints or SizeHints()
     tags = [t for t in (*member_tags(start), tag_of(start)) if t is not None]
     fqns = list(dict.fromkeys(f for t in tags for f in t.fqns))
@@ -37,7 +38,8 @@ def label(start: fx.Node, hints: SizeHints | None = None) -> str:
     size = "" if val is None else f" {hints(val.numel()) * val.dtype.itemsize / 2**20:.1f} MiB"
     names = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
     count = f" ({len(fqns)} parameters)" if len(fqns) > 1 else ""
-    kind = COLLECTIVES[str(collective_kind(start))].short
+    known = COLLECTIVES.get(str(collective_kind(start)))
+    kind = host_stream(start) if known is None else known.short
     return f"{kind} {names or start.name}{count}{size}"
 
 

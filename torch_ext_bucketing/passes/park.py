@@ -1,0 +1,178 @@
+"""Park saved activations in host memory between forward and backward.
+
+torch's partitioner inserts the copies for nodes that are marked on the joint graph. Afterwards the
+waits are changed, in both graphs::
+
+    before    forward    x = relu(y)  z = mm(x, w)                                     saved: x
+              backward   g_y = threshold_backward(g, x)
+
+    torch's   forward    x = relu(y)  z = mm(x, w)  c = offload(x)  h = wait_tensor(c, x)
+              backward   r = reload(h)  x = wait_tensor(r, h)       saved: h
+                         g_y = threshold_backward(g, x)
+
+    after     forward    ...                                h = wait_tensor(c, None, x)
+              backward   ...         x = wait_tensor(r, None, h)
+
+torch's wait empties the memory of the copy's source. That is a wrong result where a view of it is
+saved, too, where a compiler moves a reader behind the wait, and in a second backward. As the third
+argument, the source stays until its last reader has run and the copy has arrived, and is then freed
+like any other value.
+
+Without a pass that schedules, each copy's wait follows it at once: memory is freed, and the step
+waits for all copies.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.fx as fx
+
+from .._torch import aot as _aot
+from .._torch.dynamo_inputs import module_path
+from .._torch.offloading import import_copies, mark_parked
+from ..fqns import canonical_fqn
+from ..fsdp.chains import parameter_chains
+from ..graph.collectives import is_view, nbytes_of
+from ..graph.host_copies import TO_HOST, host_stream, is_host_wait
+from ..graph.unwrap import GraphLike, graph_of
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
+from ..reports.text import size_text
+from .base import GraphPass, Stage
+from .facts import Fact, Tags
+
+if TYPE_CHECKING:
+    from .compilation import Compilation
+
+
+@dataclass(frozen=True)
+class Parked(Fact):
+    """The activations that wait in host memory for backward are chosen."""
+
+    text = "which activations are parked in host memory"
+
+
+@dataclass(frozen=True)
+class ParkReport(RewriteReport):
+    """The activations that a forward graph parks.
+
+    Args:
+        parked: bytes of each, by the node's name.
+        left: names of modules without any.
+    """
+
+    rewrite = heading = "parked in host memory"
+    parked: dict[str, int]
+    left: tuple[LeftAlone, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pinned host memory on each rank, between forward and backward."""
+        return sum(self.parked.values())
+
+    def _lines(self) -> list[str]:
+        number = len(self.parked)
+        return [f"{number} activation(s), {size_text(self.nbytes)}"] if number else []
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Park(GraphPass):
+    """Park the saved activations of some modules in host memory; see :mod:`.passes.park`.
+
+    Bits do not change. Parked are the activations that the partitioner saves, except views, results
+    of operators with several ones, tensors with gaps, of sizes that are not known at compile time,
+    and results of the model. Pinned host memory holds them from forward to backward. A pass that
+    schedules, such as ``Schedule``, hides the copies under computation; without one the step waits
+    for each. ``ReshardAfterForward("auto", memory=PeakMemory(gib=70, host_gib=200))`` chooses
+    what to park.
+
+    Args:
+        modules: FQNs; activations of modules below them count. ``""`` stands for all.
+
+    Raises:
+        TypeError: ``modules`` is a string.
+        UnknownTorchError: this torch has no operators for the copies (2.11).
+    """
+
+    stage: ClassVar[Stage] = "joint"
+    requires = (Tags,)
+    provides = (Parked(),)
+    modules: Iterable[str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.modules, str):
+            raise TypeError(f"modules must be a list of FQNs, got the string {self.modules!r}")
+        self._set(modules=tuple(self.modules))
+        import_copies()
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        g = graph_of(graph)
+        if _aot.stage_of(g) == "inference":
+            return
+        wanted: dict[str, list[fx.Node]] = {name: [] for name in self.modules}
+        for node in could_park(g):
+            fqn = _module_of(node)
+            for name, found in wanted.items():
+                if not name or fqn == name or fqn.startswith(f"{name}."):
+                    found.append(node)
+        for node in dict.fromkeys(n for found in wanted.values() for n in found):
+            mark(node)
+        left = [LeftAlone((name,), "no activation") for name, found in wanted.items() if not found]
+        if left:
+            compilation.report.rewrites.append(ParkReport({}, tuple(left)))
+
+    def finish(self, graph: GraphLike, compilation: Compilation) -> None:
+        finish(graph_of(graph), compilation)
+
+
+def _module_of(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return canonical_fqn(module_path(stack[-1][0]) or "") if stack else ""
+
+
+def could_park(graph: fx.Graph) -> list[fx.Node]:
+    """List the activations of a joint graph that can be parked, if backward reads them.
+
+    Results of the model are among them; the partitioner leaves these alone.
+    """
+    chains = {n for chain in parameter_chains(graph).values() for n in chain}
+    return [n for n in _aot.forward_nodes(graph) if n not in chains and _can_be_copied(n)]
+
+
+def _can_be_copied(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or node.op != "call_function":
+        return False
+    known = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+    plain = not is_view(node) and node.target is not operator.getitem
+    return plain and known and value.numel() > 0 and value.is_contiguous()
+
+
+def mark(node: fx.Node) -> None:
+    """Mark a node to be parked, and its views to be made again of what comes back."""
+    mark_parked(node)
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            view = user.op == "call_function" and is_view(user) and "recompute" not in user.meta
+            if view and isinstance(user.meta.get("val"), torch.Tensor):
+                _aot.mark_recompute(user)
+                stack.append(user)
+
+
+def finish(graph: fx.Graph, compilation: Compilation) -> None:
+    """Change the waits of a graph after the partitioner, and report what it parks."""
+    waits = [n for n in graph.nodes if is_host_wait(n)]
+    for wait in waits:
+        if len(wait.args) == 2:
+            start, source = wait.args
+            wait.args = (start, None, source)
+    copied = [n.args[0] for n in graph.nodes if host_stream(n) == TO_HOST]
+    if copied:
+        parked = {n.name: nbytes_of(n) for n in copied if isinstance(n, fx.Node)}
+        compilation.report.rewrites.append(ParkReport(parked))
