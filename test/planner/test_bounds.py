@@ -94,7 +94,7 @@ def test_a_bound_that_the_fastest_order_misses_is_met_without_giving_the_gain_aw
     assert "bounds cost, ms" in kept.to_text()
     (note,) = kept.notes
     assert note.startswith(
-        "PeakMemory(gib=None, ratio=1.0) costs 2.0 of 11.0 ms: in an order without it these buckets "
+        "PeakMemory(gib=None, ratio=1.0, host_gib=None) costs 2.0 of 11.0 ms: in an order without it these buckets "
         "take 9.0 ms, with a peak of "
     )
     assert not kept.warnings

@@ -159,10 +159,11 @@ def mark(node: fx.Node) -> None:
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            view = user.op == "call_function" and is_view(user) and "recompute" not in user.meta
+            view = user.op == "call_function" and is_view(user) and not _aot.in_backward(user)
             if view and isinstance(user.meta.get("val"), torch.Tensor):
-                _aot.mark_recompute(user)
                 stack.append(user)
+                if "recompute" not in user.meta:
+                    _aot.mark_recompute(user)
 
 
 def finish(graph: fx.Graph, compilation: Compilation) -> None:

@@ -51,6 +51,9 @@ class KeepReport(Report):
         less_ms: time that one GiB less would cost; None: no choice found keeps that bound.
         curve: bound in bytes, step in ms, peak in bytes and number of units kept; on request.
         tried: number of choices that were scheduled.
+        host_bound_bytes: bound on activations in host memory; 0: none may be there.
+        host_bytes: bytes of these.
+        parked: number of these.
         warning: why nothing is kept, or why the bound is missed.
         size_hints: values taken for sizes that depend on data.
         machine: the machine of the cost model, and its ranks per node.
@@ -72,6 +75,9 @@ class KeepReport(Report):
     less_ms: float | None = None
     curve: tuple[tuple[int, float, int, int], ...] = field(default=())
     tried: int = 0
+    host_bound_bytes: int = 0
+    host_bytes: int = 0
+    parked: int = 0
     warning: str = ""
     size_hints: str = ""
     machine: str = ""
@@ -100,6 +106,9 @@ class KeepReport(Report):
             f"peak {size_text(self.peak_bytes[0])} -> {size_text(self.peak_bytes[1])} "
             f"({size_text(self.all_peak_bytes)} with all kept)",
         ]
+        if self.host_bound_bytes:
+            held, bound = size_text(self.host_bytes), size_text(self.host_bound_bytes)
+            lines.append(f"  in host memory: {self.parked} activations, {held}, of {bound} allowed")
         if self.measured_bytes:
             expected = self.peak_bytes[1] + self.state_bytes
             lines.append(

@@ -70,6 +70,8 @@ class Outcome:
         peak_bytes: larger peak of both halves.
         above: bytes of the peak above the bound.
         misses: sum over other bounds of (value - bound) / bound.
+        parked: storages that wait in host memory for backward.
+        host_bytes: their bytes.
     """
 
     kept: frozenset[int]
@@ -77,11 +79,13 @@ class Outcome:
     peak_bytes: int
     above: int
     misses: float
+    parked: frozenset[int] = frozenset()
+    host_bytes: int = 0
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Sort key, the smallest is the best; of equals the choice that keeps more."""
-        return self.above, *rank(self.misses, self.step_ms, -len(self.kept))
+        """Sort key, the smallest is the best; of equals the one that parks less, or keeps more."""
+        return self.above, *rank(self.misses, self.step_ms, self.host_bytes, -len(self.kept))
 
     def __lt__(self, other: Outcome) -> bool:
         return self.rank < other.rank
@@ -93,6 +97,7 @@ class KeepPlanner:
     Args:
         partitioned: model of the graph.
         policies: see :func:`.schedule`; for both halves.
+        host_bytes: bound on activations in host memory.
 
     Attributes:
         candidates: indices of keepables that are worth keeping.
@@ -107,7 +112,9 @@ class KeepPlanner:
         self,
         partitioned: PartitionedModel,
         policies: Policy | Iterable[Policy] = DEFAULT_POLICIES,
+        host_bytes: int = 0,
     ) -> None:
+        self._host_bytes = host_bytes
         clock = time.perf_counter()
         self.partitioned = partitioned
         self._keepables = keepables = partitioned.keepables
@@ -130,7 +137,7 @@ class KeepPlanner:
             for half in (partitioned.forward, partitioned.backward)
         )
         self._distinct = partitioned.distinct
-        self._outcomes: dict[tuple[_Set, int], Outcome] = {}
+        self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._order: Sequence[int] = ()  # of backward with nothing kept
         self.reference_bytes = self._held.peak_bytes(())
@@ -144,23 +151,31 @@ class KeepPlanner:
             best = self._choose(limit, self._rankings)
             if self.partitioned.parts:  # a further choice never makes the step longer
                 best = min(best, self._choose(limit, self._with_parts))
-            return best
+            return min([best, *self._with_parked(best, limit)])
 
-    def scheduled(self, kept: Collection[int], limit: int) -> Outcome:
-        """Schedule both halves with a choice under a bound in bytes, once."""
-        key = (self._distinct(kept), limit)
+    def scheduled(self, kept: Collection[int], limit: int, parked: Collection[int] = ()) -> Outcome:
+        """Schedule both halves with a choice under a bound in bytes, once.
+
+        ``parked``: storages to park, those of them that the choice saves.
+        """
+        kept = self._distinct(kept)
+        there = self.partitioned.could_park(kept) if parked else ()
+        key = kept, limit, frozenset(s for s in parked if s in there)
         if key not in self._outcomes:
             self._outcomes[key] = self._scheduled(*key)
         return self._outcomes[key]
 
-    def _scheduled(self, kept: _Set, limit: int) -> Outcome:
+    def _scheduled(self, kept: _Set, limit: int, parked: _Set) -> Outcome:
         self.tried += 1
-        forward, backward = self.partitioned.models(kept)
-        first = self._known_forward(forward, limit) or self._schedule(0, forward, limit)
+        forward, backward = self.partitioned.with_parked(kept, parked)
+        known = None if parked else self._known_forward(forward, limit)
+        first = known or self._schedule(0, forward, limit, not parked)
         second = self._schedule(1, backward, limit)
         peak = max(first[1], second[1])
         misses = first[2] + second[2]
-        return Outcome(kept, first[0] + second[0], peak, max(0, peak - limit), misses)
+        nbytes = sum(forward.liveness.size[s] for s in parked)
+        above = max(0, peak - limit)
+        return Outcome(kept, first[0] + second[0], peak, above, misses, parked, nbytes)
 
     def _known_forward(self, model: Model, limit: int) -> tuple[float, int, float] | None:
         """Evaluate a choice's forward in the order found before; None if it exceeds the bound."""
@@ -171,7 +186,9 @@ class KeepPlanner:
         step = step_ms(model, order) if model.ms != self.partitioned.forward.ms else step
         return (step, peak, misses) if peak <= limit else None
 
-    def _schedule(self, half: int, model: Model, limit: int) -> tuple[float, int, float]:
+    def _schedule(
+        self, half: int, model: Model, limit: int, store: bool = True
+    ) -> tuple[float, int, float]:
         reference = model.liveness.peak(range(len(model)))
         policies = within(self._policies, limit, reference)
         bound = limit
@@ -186,7 +203,7 @@ class KeepPlanner:
         misses = max(0.0, report.misses - above)
         if model is self.partitioned.backward:
             self._order = order
-        if half == 0 and self._forward is None and report.peak_bytes[1] <= limit:
+        if half == 0 and store and self._forward is None and report.peak_bytes[1] <= limit:
             self._forward = (order, report.step_ms[1], misses)
         return report.step_ms[1], report.peak_bytes[1], misses
 
@@ -223,6 +240,35 @@ class KeepPlanner:
             else:
                 del unexplored[here.kept]
         return best
+
+    def _with_parked(self, best: Outcome, limit: int) -> Iterator[Outcome]:
+        """Yield choices with activations in host memory, if that may help.
+
+        What is parked was made first, so that it is away for longest. Its bytes are room for others
+        to be kept. It is as much as is missing to keep all, as the link copies in forward's time,
+        and parts of that; where the bound on memory can't be kept, also all that may be parked.
+        """
+        if not self._host_bytes or (best.kept.issuperset(self.candidates) and not best.above):
+            return
+        size = self.partitioned.forward.liveness.size
+        could = self.partitioned.could_park(self.candidates)
+        most = min(self._host_bytes, sum(size[s] for s in could))
+        costs, forward = self.partitioned.costs, self.partitioned.forward
+        ms = sum(ms for ms, group in zip(forward.ms, forward.group, strict=True) if group is None)
+        hidden = int(ms / 1e3 * costs.machine.host_bandwidth)
+        needed = max(best.peak_bytes, self._held.peak_bytes(self.candidates)) - limit
+        amounts = [needed, hidden, hidden // 2, hidden // 4, *([most] if best.above else [])]
+        few = _FEW if self._size > _NODES // _FEW else len(amounts)
+        others = [k for k in self._rankings[0] if not self._keepables[k].starts]
+        for nbytes in [*dict.fromkeys(min(most, n) for n in amounts if n > 0)][:few]:
+            filled = self._fitting(limit + nbytes, others, best.kept)
+            for kept in {filled: None, best.kept: None} if best.above else [filled]:
+                parked, left = list[int](), nbytes
+                for s in self.partitioned.could_park(kept):
+                    if size[s] <= left:
+                        parked.append(s)
+                        left -= size[s]
+                yield self.scheduled(kept, limit, parked)
 
     def _worth(self, k: int) -> tuple[float, int]:
         """Return the time of a unit's gathers per byte and time held."""
@@ -308,12 +354,14 @@ class KeepPlanner:
             next_kept = self._distinct(self._fitting(larger, self._with_parts[0], kept))
             next_ms = 0.0
             if next_kept != kept:
-                next_ms = max(0.0, chosen.step_ms - self.scheduled(next_kept, larger).step_ms)
+                then = self.scheduled(next_kept, larger, chosen.parked)
+                next_ms = max(0.0, chosen.step_ms - then.step_ms)
             less_ms = None
             if kept and limit > more:
                 room = limit - more
                 tried = (self._fitting(room, self._with_parts[0]), frozenset[int]())
-                fit = [o for less in tried if not (o := self.scheduled(less, room)).above]
+                found = [self.scheduled(less, room, chosen.parked) for less in tried]
+                fit = [outcome for outcome in found if not outcome.above]
                 less_ms = max(0.0, fit[0].step_ms - chosen.step_ms) if fit else None
             units = self._units(kept)
         named = self._keepables
@@ -332,6 +380,9 @@ class KeepPlanner:
             less_ms=less_ms,
             curve=tuple((b, o.step_ms, o.peak_bytes, len(o.kept)) for b, o in drawn),
             tried=self.tried - before,
+            host_bound_bytes=self._host_bytes,
+            host_bytes=chosen.host_bytes,
+            parked=len(chosen.parked),
             warning=self._warning(chosen, limit),
             size_hints=self.partitioned.costs.hints.to_text(),
             machine=self.partitioned.costs.machine.describe(),

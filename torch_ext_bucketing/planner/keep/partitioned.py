@@ -43,11 +43,13 @@ from ...graph.collectives import is_collective, is_number, is_wait
 from ...graph.liveness import Storages
 from ...graph.pause_gc import paused_gc
 from ...graph.tags import tag_of
+from ...passes.park import could_park
 from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
 from .activations import Activations
+from .parked import with_copies
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,12 @@ class PartitionedModel:
             for s in storages:
                 self.touched_by[s].append(i)
         self._saved = [s for s in split.handed if self.touched_by[s]]
+        made = {s for new in self.forward.liveness.allocates for s in new}
+        self._could_park: dict[int, fx.Node] = {}
+        for node in could_park(graph) if activations else ():
+            for s in joint.liveness.of_node[node]:
+                if s in made and joint.liveness.size[s]:
+                    self._could_park.setdefault(s, node)
         self._stay: dict[frozenset[int], Stay] = {}
         self.keepables = keepables
         held = zip(keepables, self._held(), strict=True)
@@ -347,6 +355,18 @@ class PartitionedModel:
         held = tuple(s for s in made if any(reads[j] for j in touched_by[s]))
         dropped = tuple(s for s in self._saved if not any(reads[j] for j in touched_by[s]))
         return Stay(there, (*held, *(s for part in parts for s in part.made)), dropped, parts)
+
+    def could_park(self, kept: Collection[int]) -> dict[int, fx.Node]:
+        """Map the saved storages that can be parked to the nodes that make them, in their order."""
+        stay = self.stay(kept)
+        saved = {*self._saved, *stay.held}.difference(stay.dropped)
+        return {s: node for s, node in self._could_park.items() if s in saved}
+
+    def with_parked(self, kept: Collection[int], parked: Collection[int]) -> tuple[Model, Model]:
+        """Return :meth:`models` of a choice with some storages of :meth:`could_park` parked."""
+        nodes = {s: self._could_park[s] for s in sorted(parked)}
+        forward, backward = self.models(kept)
+        return with_copies(forward, backward, nodes, self.costs) if nodes else (forward, backward)
 
     def models(self, kept: Collection[int]) -> tuple[Model, Model]:
         """Return the models of forward and backward for a choice."""

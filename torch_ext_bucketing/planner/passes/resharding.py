@@ -18,10 +18,11 @@ from ...fsdp.units import Units
 from ...graph.size_hints import SizeHints
 from ...graph.tags import Tag, tag_of
 from ...graph.unwrap import GraphLike, graph_of
+from ...passes import park
 from ...passes.base import GraphPass, Stage
 from ...passes.cache_key import digest
 from ...passes.compilation import Choice, Compilation
-from ...passes.facts import Buckets, RankOrder, Regathers, Tags, last_fact
+from ...passes.facts import Buckets, Fact, RankOrder, Regathers, Tags, last_fact
 from ...rewrites.reshard_to import (
     SmallerGroup,
     make_smaller_group,
@@ -67,6 +68,10 @@ class ReshardAfterForward(GraphPass):
     With ``to`` as well, each unit stays gathered, is gathered again over all ranks, or inside the
     node. With ``activations``, groups of activations, by unit and sort, are saved or recomputed
     (:mod:`.activations`); marks of the user's own, such as by ``torch.utils.checkpoint``, are kept.
+    With ``memory=PeakMemory(gib=70, host_gib=200)``, saved ones may wait in host memory for
+    backward (:mod:`.passes.park`), if that makes the step shorter, or the peak smaller where the
+    bound can't be kept.
+
     The bound covers the graphs, with parameters' shards and gradients, and ``state_bytes``; the
     schedules of the same backend keep it, too. All ranks choose alike, and compare their choice.
     If no unit fits, nothing is kept, with a ``NothingKeptWarning`` that names the missing bytes. If
@@ -106,7 +111,6 @@ class ReshardAfterForward(GraphPass):
 
     stage: ClassVar[Stage] = "joint"
     requires = (Tags,)
-    provides = (Regathers(),)
     reshard_after_forward: bool | int | Literal["auto"] = True
     _: KW_ONLY
     keep: Iterable[str] = ()
@@ -138,6 +142,10 @@ class ReshardAfterForward(GraphPass):
             raise TypeError(f"memory must be a PeakMemory or None, got {self.memory!r}")
         if self.auto and self.memory is None:
             raise ValueError("'auto' needs a bound: memory=PeakMemory(gib=...)")
+        if self._parks:
+            if not self.activations:
+                raise ValueError("host_gib is for activations: give activations=True, too")
+            park.import_copies()
         for name in ("memory", "units", "machine", "activations", "state_bytes", "curve"):
             if not self.auto and getattr(self, name) not in (None, 0):
                 raise ValueError(f"{name}= belongs to 'auto', got {mode!r}")
@@ -152,6 +160,14 @@ class ReshardAfterForward(GraphPass):
         units = None if self.units is None else Units.of(self.units)
         smaller = None if to is None else make_smaller_group(to)
         self._set(keep=keep, units=units, _kept=Units((keep,)), _to=to, _smaller=smaller)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (Regathers(), park.Parked()) if self._parks else (Regathers(),)
+
+    @property
+    def _parks(self) -> bool:
+        return self.memory is not None and self.memory.host_gib is not None
 
     @property
     def auto(self) -> bool:
@@ -174,9 +190,11 @@ class ReshardAfterForward(GraphPass):
             compilation.report.rewrites.append(reshard_to(g, chains, self._smaller, in_part))
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Remove the smaller group's gathers from the forward graph."""
+        """Remove the smaller group's gathers from the forward graph; complete host copies."""
         if self._smaller is not None:
             read_first_gathers(graph_of(graph))
+        if self._parks:
+            park.finish(graph_of(graph), compilation)
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Compare the first step's peak with the predicted one."""
@@ -203,7 +221,7 @@ class ReshardAfterForward(GraphPass):
             model = PartitionedModel(
                 graph, costs, units, buckets, by_rank, self.activations, smaller
             )
-            planner = KeepPlanner(model, order.policies)
+            planner = KeepPlanner(model, order.policies, self.memory.host_bytes)
             limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
             outcome, report = planner.report(limit, self.curve)
         except Exception as error:
@@ -213,15 +231,18 @@ class ReshardAfterForward(GraphPass):
             compilation.report.warnings.append(text)
             compilation.choice = Choice("keeps nothing, as an estimate failed")
             return _Choice()
+        choice = _choice(planner.partitioned, outcome.kept, outcome.parked)
         names = digest(*report.kept)[:12] if report.kept else "nothing"
+        parked = f", parks {digest(*(n.name for n in choice.parked))[:12]}" if choice.parked else ""
         compilation.choice = Choice(
-            f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",
+            f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes"
+            f"{parked}",
             limit,
         )
         if report.warning:
             compilation.warn(report.warning, NothingKeptWarning)
         compilation.report.rewrites.append(replace(report, state_bytes=self.state_bytes))
-        return _choice(planner.partitioned, outcome.kept)
+        return choice
 
     def settings(self) -> tuple[Any, ...]:
         """Return the fields, with this rank's place in the smaller group for ``to``."""
@@ -238,12 +259,14 @@ class _Choice:
         again: activations that backward recomputes.
         saved: activations that are saved.
         parts: FQNs of parameters that the smaller group gathers again.
+        parked: saved activations that wait in host memory.
     """
 
     gathered: Collection[fx.Node] = ()
     again: Collection[fx.Node] = ()
     saved: Collection[fx.Node] = ()
     parts: frozenset[str] = frozenset()
+    parked: Collection[fx.Node] = ()
 
     def is_part(self, tag: Tag) -> bool:
         """Check whether the smaller group gathers the parameters of ``tag`` again."""
@@ -265,9 +288,13 @@ def _mark(chains: Chains, choice: _Choice, is_freed: Callable[[Tag], bool]) -> N
         _aot.mark_recompute(node)
     for node in choice.saved:
         _aot.mark_save(node)
+    for node in choice.parked:
+        park.mark(node)
 
 
-def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
+def _choice(
+    partitioned: PartitionedModel, kept: Collection[int], parked: Collection[int] = ()
+) -> _Choice:
     parts = frozenset(
         f for k in kept if k in partitioned.parts for f in partitioned.keepables[k].fqns
     )
@@ -280,4 +307,5 @@ def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
     for k, unit in enumerate(partitioned.keepables):
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))
-    return _Choice(gathered, again, saved, parts)
+    could = partitioned.could_park(kept)
+    return _Choice(gathered, again, saved, parts, [could[s] for s in sorted(parked)])

@@ -6,7 +6,7 @@ The report and one warning show by how much an order misses a bound, and the cau
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...reports.text import sizes_text
 from .model import Model
@@ -83,13 +83,18 @@ class PeakMemory(Policy):
         gib: the bound in GiB. It includes inputs, saved values and constants of the graph, and in
             backward the parameters that only forward reads.
         ratio: the bound relative to the graph's peak before bucketing and reordering.
+        host_gib: pinned host memory of each rank in GiB that may hold activations from forward to
+            backward; None: none. For ``recipe()`` and ``ReshardAfterForward("auto")``, which choose
+            them; the order of a graph does not depend on it.
 
     Raises:
-        ValueError: not exactly one of them is given, or it is not a positive number.
+        ValueError: not exactly one of ``gib`` and ``ratio`` is given, or one is not a positive
+            number.
     """
 
     gib: float | None = None
     ratio: float | None = None
+    host_gib: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         given = [v for v in (self.gib, self.ratio) if v is not None]
@@ -97,10 +102,15 @@ class PeakMemory(Policy):
             raise ValueError(
                 f"give either gib or ratio, got gib={self.gib!r} and ratio={self.ratio!r}"
             )
-        bound = given[0]
-        number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
-        if not number or not 0 < bound < float("inf"):
-            raise ValueError(f"the bound must be a positive number, got {given[0]!r}")
+        for bound in (*given, *([] if self.host_gib is None else [self.host_gib])):
+            number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+            if not number or not 0 < bound < float("inf"):
+                raise ValueError(f"the bound must be a positive number, got {bound!r}")
+
+    @property
+    def host_bytes(self) -> int:
+        """The bound on pinned host memory in bytes; 0 without one."""
+        return int(min((self.host_gib or 0) * _GIB, _ALL))
 
     def limit_bytes(self, reference: int) -> int:
         """Return the bound in bytes, for a graph whose peak was ``reference`` bytes."""

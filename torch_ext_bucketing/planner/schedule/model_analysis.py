@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 
+from ...graph.host_copies import TO_HOST
 from ...graph.liveness import LiveBytes
 from .nodes import NodeTable
 from .paths import Paths
@@ -53,7 +54,7 @@ class ModelAnalysis:
             if model.compute[i]:
                 continue
             start = group[i] is not None
-            free = True
+            free = group[i] != TO_HOST  # such a copy follows its value at once
             for j in mine:
                 if not source[j] and not (start and group[j] is not None):  # only ordered
                     free = False
