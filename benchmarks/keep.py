@@ -61,12 +61,17 @@ class Sharded:
         self.size_hints = CONFIGS[name].size_hints
 
     def planner(
-        self, machine: teb.Machine, joint: fx.Graph | None = None, **more: Any
+        self,
+        machine: teb.Machine,
+        joint: fx.Graph | None = None,
+        host_bytes: int = 0,
+        **more: Any,
     ) -> KeepPlanner:
         """Return the planner for the joint graph, or for one like it."""
         graph = joint or self.joint
         costs = Costs(machine, SizeHints.of(self.size_hints))
-        return KeepPlanner(PartitionedModel(graph, costs, UNITS, **more))
+        partitioned = PartitionedModel(graph, costs, UNITS, **more)
+        return KeepPlanner(partitioned, host_bytes=host_bytes)
 
     def scheduling_s(self, machine: teb.Machine) -> float:
         """Return CPU seconds of ``BucketAndSchedule`` on both graphs with all gathered again."""

@@ -4,6 +4,7 @@
     python -m benchmarks.memory --only 'llama3_8b_*' --layers 32
     python -m benchmarks.memory --to 8 --between 12.5        gathered again inside nodes, too
     python -m benchmarks.memory --bounds 16                  whether more memory is ever slower
+    python -m benchmarks.memory --host-gib 200               host memory as the third choice
 
 For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every block computed again,
 every second one, all but matrix products and attention, nothing; each with all parameters gathered
@@ -13,6 +14,9 @@ again, scheduled without a bound; and what torch's own partitioner saves for som
 ``--bounds`` makes each choice anew, from the least peak to that with all activations saved.
 With ``--to`` it may also gather again in that group, if the parameters are sharded over several,
 and is compared with the choice without, under bounds in parts of the peak with nothing kept.
+``--host-gib`` compares choices with and without host memory under bounds from nine tenths of the
+least peak to that with all saved, and all activations parked without a bound. It fails if one with
+host memory is longer, exceeds a bound that the other keeps, or parks more than it may.
 Steps are those of forward and backward, scheduled with one bucket per unit, on the default
 machine's H100s; planning is CPU time over that of ``BucketAndSchedule``.
 """
@@ -162,6 +166,51 @@ def under_bounds(name: str, layers: int | None, number: int) -> dict[str, Any]:
     }
 
 
+def with_host(name: str, layers: int | None, host_bytes: int) -> dict[str, Any]:
+    """Choose with and without host memory."""
+    sharded, machine = Sharded(name, layers), job_machine()
+    known = sharded.planner(machine, activations=True)
+    least = known.choose(0).peak_bytes
+    most = known.scheduled(known.candidates, _UNBOUNDED).peak_bytes
+    units = known.partitioned.keepables
+    saved = [k for k in known.candidates if not units[k].starts]
+    parked = known.scheduled(saved, _UNBOUNDED, [*known.partitioned.could_park(saved)])
+    rows = []
+    for part in (-1, 0, 1, 2, 3):
+        bound = int(0.9 * least) if part < 0 else least + (most - least) * part // 4
+        outcomes, seconds = list[Outcome](), list[float]()
+        for host in (0, host_bytes):
+            clock = time.process_time()
+            planner = sharded.planner(machine, host_bytes=host, activations=True)
+            outcomes.append(planner.choose(bound))
+            seconds.append(time.process_time() - clock)
+        without, chosen = outcomes
+        worse = without < chosen or chosen.host_bytes > host_bytes
+        row = {"bound_gib": bound / GIB, "host_gib": chosen.host_bytes / GIB, "worse": worse}
+        row |= {"planning": seconds[1] / seconds[0]}
+        for way, outcome in (("without", without), ("with", chosen)):
+            row |= {f"{way}_ms": outcome.step_ms, f"{way}_gib": outcome.peak_bytes / GIB}
+        rows.append(row)
+    all_parked = {"ms": parked.step_ms, "gib": parked.peak_bytes / GIB}
+    all_parked["host_gib"] = parked.host_bytes / GIB
+    return {"model": name, "all_parked": all_parked, "rows": rows}
+
+
+def table_with_host(found: Sequence[dict[str, Any]]) -> str:
+    """Render one line per bound, and one for all activations parked."""
+    lines = [
+        ["model", "bound, GiB", "ms", "GiB", "with host memory, ms", "GiB", "parked", "planning"]
+    ]
+    for one in found:
+        for row in one["rows"]:
+            figures = [row[key] for key in ("bound_gib", "without_ms", "without_gib", "with_ms")]
+            figures += [row[key] for key in ("with_gib", "host_gib", "planning")]
+            lines.append([one["model"], *(f"{figure:.2f}" for figure in figures)])
+        parked = (f"{one['all_parked'][key]:.2f}" for key in ("ms", "gib", "host_gib"))
+        lines.append([one["model"], "all parked", "", "", *parked, ""])
+    return columns(lines)
+
+
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Render one line per bound."""
     lines = [
@@ -195,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_number(parser, "to", 0, "ranks among which backward may gather; 0: none")
     parser.add_argument("--between", type=float, help="GB/s of a rank between nodes of 8")
     parser.add_argument("--bounds", type=int, metavar="N", help="N single choices instead")
+    add_number(parser, "host-gib", 0, "of host memory of a rank; 0: none")
     add_json(parser)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -202,16 +252,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in available(matching(parser, MODELS, args.only)):
         print(name, file=sys.stderr, flush=True)
         machine = None if args.between is None else nodes(args.between)
-        if args.bounds:
+        if args.host_gib:
+            found.append(with_host(name, args.layers, args.host_gib * GIB))
+        elif args.bounds:
             found.append(one := under_bounds(name, args.layers, args.bounds))
             steps = " ".join(f"{ms:.1f}" for ms in one["steps_ms"])
             print(f"{name}: at most {one['most_longer']:.4f} of one under less: {steps}")
         else:
             found.append(measure(name, args.layers, args.to or None, machine))
-    if not args.bounds:
+    if args.host_gib:
+        print(table_with_host(found))
+    elif not args.bounds:
         print(table(found))
     write_json(args.json, found)
-    return 0
+    return int(any(row.get("worse") for one in found for row in one.get("rows", ())))
 
 
 if __name__ == "__main__":

@@ -189,6 +189,7 @@ def test_times_of_a_machine_and_of_sizes_that_depend_on_data(tmp_path, capsys):
     for option, says in (
         ("--size-hint", "size_hints must"),
         ("--memory-gib", "the bound must be a positive"),
+        ("--host-gib", "host memory belongs to a bound: give memory_gib"),
     ):
         assert main(["explain", f"{HERE}:two_blocks", option, "-1"]) == 1
         assert says in capsys.readouterr().err
@@ -233,10 +234,12 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install matplotlib")
     file = tmp_path / "picture.png"
     options = ["--goal", "speed", "--world-size", "4", "--plot", str(file), "--memory-gib", "1"]
+    options += ["--host-gib", "2"]
     assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
     said = capsys.readouterr().out
-    call = "ReshardAfterForward(reshard_after_forward='auto', memory=PeakMemory(gib=1.0), activ"
+    call = "ReshardAfterForward(reshard_after_forward='auto', memory=PeakMemory(gib=1.0, host"
     assert call in said
+    assert "in host memory: 0 activations, 0 B, of 2.0 GiB allowed" in said
     assert re.search(r"kept from forward to backward: \d of \d units and [1-9] of [1-9]", said)
     assert file.read_bytes().startswith(b"\x89PNG")
     height = int.from_bytes(file.read_bytes()[20:24], "big")

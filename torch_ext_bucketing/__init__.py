@@ -6,6 +6,7 @@ does. This module exports what most programs need. The rest is imported from its
 - ``passes.facts``, ``passes.compilation``: for a ``GraphPass`` of your own;
 - ``bucketing.plan.BucketPlanner``, ``planner.schedule.policy.Policy``: for a planner or a policy
   of your own;
+- ``passes.park.Park``: activations in host memory, by module;
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
 - ``rewrites``: the passes that ``MatchFSDP2`` stands for;
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from .passes.base import GraphPass as GraphPass
     from .passes.bucketing import BucketByCap as BucketByCap
     from .passes.bucketing import BucketByUnit as BucketByUnit
-    from .passes.park import Park as Park
     from .planner.cost.machine import Machine as Machine
     from .planner.passes.resharding import ReshardAfterForward as ReshardAfterForward
     from .planner.passes.scheduling import BucketAndSchedule as BucketAndSchedule
@@ -64,7 +64,6 @@ _HOME = {
     "MatchFSDP2": "rewrites.match_fsdp2",
     "MaxComputeRun": "planner.schedule.memory",
     "Overlap": "planner.schedule.overlap",
-    "Park": "passes.park",
     "PeakMemory": "planner.schedule.memory",
     "ReshardAfterForward": "planner.passes.resharding",
     "Schedule": "planner.passes.scheduling",

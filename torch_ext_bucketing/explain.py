@@ -52,6 +52,7 @@ def explain(
     reduce: Literal["all_to_all"] | None = None,
     world_size: int = 8,
     memory_gib: float | None = None,
+    host_gib: float | None = None,
     draw: bool = False,
     machine: Machine | None = None,
     size_hints: GivenHints = None,
@@ -63,6 +64,7 @@ def explain(
             sharded over all ranks.
         goal: see :func:`.recipe`, also for ``reduce``, ``memory_gib`` and ``machine``.
         world_size: number of ranks.
+        host_gib: with ``memory_gib``: see :class:`.PeakMemory`.
         draw: whether to keep the timelines of the graphs.
         size_hints: see :func:`.backend`.
 
@@ -70,6 +72,8 @@ def explain(
         TargetError: the target can't be found, called or compiled, an option is invalid, or a
             process group exists already.
     """
+    if host_gib is not None and memory_gib is None:
+        raise TargetError("host memory belongs to a bound: give memory_gib (--memory-gib), too")
     make = _demo_model if target is None else load_target(target)
     if dist.is_initialized():
         raise TargetError(
@@ -83,7 +87,9 @@ def explain(
         drawn: list[Drawn] = []
         before, after = ([_Draw(drawn, v, machine)] * draw for v in ("before", "after"))
         try:
-            memory = None if memory_gib is None else PeakMemory(gib=memory_gib)
+            memory = None
+            if memory_gib is not None:
+                memory = PeakMemory(gib=memory_gib, host_gib=host_gib)
             passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)
             passes = [_with_curve(p) for p in passes]
             all_passes = [*before, *passes, *after]

@@ -32,6 +32,10 @@ from torch_ext_bucketing.testing.ring import on_ranks
 GIB = 2**30
 STREAMS = {"forward": TO_HOST, "backward": FROM_HOST}
 
+pytest.importorskip(
+    "torch._functorch._activation_offloading.offload_ops",
+    reason="this torch has no copies to host memory: 2.13 and 2.15 have",
+)
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 

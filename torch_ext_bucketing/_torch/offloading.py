@@ -1,7 +1,7 @@
 """Make torch's partitioner copy marked activations to host memory and back.
 
-It inserts the copies after the partition, as the operators of :mod:`.graph.host_copies`. torch has
-that since 2.12, without documentation, for CUDA and other accelerators.
+It inserts the copies after the partition, as the operators of :mod:`.graph.host_copies`. Torch 2.13
+and 2.15 have the same code for it, undocumented, for CUDA and other accelerators.
 """
 
 from __future__ import annotations

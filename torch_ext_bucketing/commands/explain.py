@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
             "GIB",
             "bound on the peak, for what is kept (--plot draws a curve)",
         ),
+        ("--host-gib", float, "GIB", "host memory that may hold activations, with --memory-gib"),
         ("--machine", Path, "FILE", "a file that measure wrote (default: this GPU's data sheet)"),
         ("--size-hint", int, "N", "number for sizes that depend on data, as an expert's tokens"),
         ("--trace", output_file, "FILE", "write timelines before and after as a Perfetto trace"),
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         machine = None if args.machine is None else Machine.load(args.machine)
     except (ValueError, OSError) as error:
         raise TargetError(f"--machine: {error}") from error
-    given = {name: getattr(args, name) for name in ("goal", "world_size", "memory_gib")}
+    given = {name: getattr(args, name) for name in ("goal", "world_size", "memory_gib", "host_gib")}
     given |= {"machine": machine, "size_hints": args.size_hint}
     found = explain(args.target, reduce=args.reduce, draw=bool(args.trace or args.plot), **given)
     reduce = f", reduce={args.reduce!r}" if args.reduce else ""

@@ -14,7 +14,7 @@ waits are changed, in both graphs::
               backward   ...         x = wait_tensor(r, None, h)
 
 torch's wait empties the memory of the copy's source. That is a wrong result where a view of it is
-saved, too, where a compiler moves a reader behind the wait, and in a second backward. As the third
+saved, too, where a compiler moves a reader after the wait, and in a second backward. As the third
 argument, the source stays until its last reader has run and the copy has arrived, and is then freed
 like any other value.
 
@@ -86,17 +86,17 @@ class Park(GraphPass):
 
     Bits do not change. Parked are the activations that the partitioner saves, except views, results
     of operators with several ones, tensors with gaps, of sizes that are not known at compile time,
-    and results of the model. Pinned host memory holds them from forward to backward. A pass that
-    schedules, such as ``Schedule``, hides the copies under computation; without one the step waits
-    for each. ``ReshardAfterForward("auto", memory=PeakMemory(gib=70, host_gib=200))`` chooses
-    what to park.
+    and results of the model. Pinned host memory holds them from forward to backward; on CPU ranks
+    they are copied, too. A pass that schedules, such as ``Schedule``, hides the copies under
+    computation; without one the step waits for each. What to park is chosen by
+    ``ReshardAfterForward("auto", memory=PeakMemory(gib=70, host_gib=200))``.
 
     Args:
         modules: FQNs; activations of modules below them count. ``""`` stands for all.
 
     Raises:
         TypeError: ``modules`` is a string.
-        UnknownTorchError: this torch has no operators for the copies (2.11).
+        UnknownTorchError: this torch lacks the copies; 2.13 and 2.15 have them.
     """
 
     stage: ClassVar[Stage] = "joint"

@@ -337,7 +337,7 @@ H100 = Machine(
     # matrix products reach about seven tenths of that, copies about eight tenths.
     flops=tensor_core_rates(692e12, 1385e12),
     bandwidth=2.7e12,
-    # The same sheet: PCIe 5 at 128 GB/s, 64 GB/s each way, of which copies reach eight tenths, too.
+    # The same sheet: PCIe 5 at 128 GB/s, 64 GB/s each way. Copies reach eight tenths of that, too.
     # torch plans with 50 GB/s (activation_offload_cpu_gpu_bw).
     host_bandwidth=51e9,
     # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.

@@ -244,31 +244,42 @@ class KeepPlanner:
     def _with_parked(self, best: Outcome, limit: int) -> Iterator[Outcome]:
         """Yield choices with activations in host memory, if that may help.
 
-        What is parked was made first, so that it is away for longest. Its bytes are room for others
-        to be kept. It is as much as is missing to keep all, as the link copies in forward's time,
-        and parts of that; where the bound on memory can't be kept, also all that may be parked.
+        What is parked was made first, so that it is away for longest. Its bytes are room for other
+        activations to be kept. It is as much as the link copies in forward's time, or as is missing
+        to keep all, or a part of that.
         """
         if not self._host_bytes or (best.kept.issuperset(self.candidates) and not best.above):
             return
-        size = self.partitioned.forward.liveness.size
-        could = self.partitioned.could_park(self.candidates)
-        most = min(self._host_bytes, sum(size[s] for s in could))
         costs, forward = self.partitioned.costs, self.partitioned.forward
+        size = forward.liveness.size
+        most = sum(size[s] for s in self.partitioned.could_park(self.candidates))
+        most = min(most, self._host_bytes)
         ms = sum(ms for ms, group in zip(forward.ms, forward.group, strict=True) if group is None)
-        hidden = int(ms / 1e3 * costs.machine.host_bandwidth)
-        needed = max(best.peak_bytes, self._held.peak_bytes(self.candidates)) - limit
-        amounts = [needed, hidden, hidden // 2, hidden // 4, *([most] if best.above else [])]
-        few = _FEW if self._size > _NODES // _FEW else len(amounts)
+        needed = max(0, self._held.peak_bytes(self.candidates) - limit)
+        first = min(most, needed, int(ms / 1e3 * costs.machine.host_bandwidth))
+        left = _FEW if self._size > _NODES // _FEW else _FEW * _FEW
         others = [k for k in self._rankings[0] if not self._keepables[k].starts]
-        for nbytes in [*dict.fromkeys(min(most, n) for n in amounts if n > 0)][:few]:
-            filled = self._fitting(limit + nbytes, others, best.kept)
-            for kept in {filled: None, best.kept: None} if best.above else [filled]:
-                parked, left = list[int](), nbytes
-                for s in self.partitioned.could_park(kept):
-                    if size[s] <= left:
-                        parked.append(s)
-                        left -= size[s]
-                yield self.scheduled(kept, limit, parked)
+
+        def parking(kept: _Set, nbytes: int) -> Outcome:
+            parked, there = list[int](), 0
+            for s in self.partitioned.could_park(kept):
+                if there + size[s] <= nbytes:
+                    parked.append(s)
+                    there += size[s]
+            return self.scheduled(kept, limit, parked)
+
+        if best.above:
+            left -= 1
+            yield parking(best.kept, most)
+        for nbytes in dict.fromkeys((first, first // 2, min(most, needed), first // 4)):
+            room = limit + nbytes
+            while left > 0 and nbytes > 0:
+                left -= 1
+                found = parking(self._fitting(room, others, best.kept), nbytes)
+                yield found
+                if not found.above or room < limit + nbytes:
+                    break
+                room -= found.above  # not all of it is away at the peak
 
     def _worth(self, k: int) -> tuple[float, int]:
         """Return the time of a unit's gathers per byte and time held."""
