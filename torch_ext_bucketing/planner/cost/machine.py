@@ -50,7 +50,6 @@ class Machine:
         other_flops: the same for dtypes that ``flops`` does not name.
         bandwidth: bytes per second that kernels read and write.
         kernel_ms: milliseconds of the smallest kernel.
-        host_bandwidth: bytes per second of copies between the GPU and pinned host memory, each way.
         collectives: measured times, ``(kind, (ranks, nodes))`` to ``(bytes, ms)`` pairs. Kind is a
             key of :data:`.COLLECTIVES`, bytes are input and output together. ``(kind, ranks)``
             stands for groups on one node, and for all groups where ``ranks_per_node`` is None.
@@ -68,6 +67,7 @@ class Machine:
             ``nbytes`` (input and output) is given for a bucket that isn't merged yet. None leaves
             the node to the rest of the machine. It must return the same on every rank, so it must
             read no clock. Without a ``uuid()`` it disables Inductor's caches.
+        host_bandwidth: bytes per second of copies between the GPU and pinned host memory, each way.
 
     Raises:
         TypeError: ``flops``, ``factors`` or ``collectives`` is not a mapping, ``intra`` or
@@ -82,7 +82,6 @@ class Machine:
     other_flops: float = 50e12
     bandwidth: float = 2e12
     kernel_ms: float = 0.002
-    host_bandwidth: float = 50e9
     collectives: Table = field(default_factory=dict)
     ranks_per_node: int | None = None
     intra: Level | None = None
@@ -90,6 +89,7 @@ class Machine:
     factors: Mapping[str, float] = field(default_factory=dict)
     fuses: bool = False
     estimate: Callable[[fx.Node, int | None], float | None] | None = None
+    host_bandwidth: float = 50e9
 
     def __post_init__(self) -> None:
         for name in ("flops", "factors", "collectives"):
