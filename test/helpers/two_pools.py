@@ -22,7 +22,7 @@ class TwoPools(TorchDispatchMode):
     """The pools of one rank.
 
     Attributes:
-        parked: bytes that were copied to the host so far.
+        parked: pinned bytes of all copies to the host so far.
         most_in_flight: the most copies that were under way at once.
     """
 
@@ -54,7 +54,10 @@ class TwoPools(TorchDispatchMode):
         first = args[0]
         if func._opname == "offload":
             self._check(func, first, host=False)
-            self.parked += first.numel() * first.itemsize
+            pinned = 1  # torch's allocator gives powers of two
+            while pinned < first.numel() * first.itemsize:
+                pinned *= 2
+            self.parked += pinned
             host = self._launch(first, torch.empty_like(first))
             self._host[_at(host)] = host
             return host

@@ -90,7 +90,7 @@ def test_halves_with_parked_activations_are_what_the_partitioner_makes(fake_worl
     graphs, report = compiled(OnJoint(choose))
     (made,) = (r for r in report.rewrites if isinstance(r, ParkReport))
     assert set(made.parked) == found["names"]
-    assert made.nbytes == found["parked"]
+    assert sum(made.parked.values()) == found["parked"] <= made.nbytes < 2 * found["parked"]
     for ours, (stage, stream) in zip(found["models"], STREAMS.items(), strict=True):
         graph = model_of(graphs[stage].graph)
         for group in (None, stream):

@@ -45,3 +45,11 @@ def is_on_host(node: fx.Node) -> bool:
         return any(host_stream(user) == FROM_HOST for user in node.users)
     start = node.args[0] if is_host_wait(node) else node
     return isinstance(start, fx.Node) and host_stream(start) == TO_HOST
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return what torch allocates for ``nbytes`` of pinned memory: the next power of two.
+
+    That is the default of its allocator (``ATen/core/CachingHostAllocator.h``).
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0

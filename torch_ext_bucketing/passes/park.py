@@ -38,7 +38,7 @@ from .._torch.offloading import import_copies, mark_parked
 from ..fqns import canonical_fqn
 from ..fsdp.chains import parameter_chains
 from ..graph.collectives import is_view, nbytes_of
-from ..graph.host_copies import TO_HOST, host_stream, is_host_wait
+from ..graph.host_copies import TO_HOST, host_stream, is_host_wait, pinned_bytes
 from ..graph.unwrap import GraphLike, graph_of
 from ..reports.base import LeftAlone
 from ..reports.rewrites import RewriteReport
@@ -73,7 +73,7 @@ class ParkReport(RewriteReport):
     @property
     def nbytes(self) -> int:
         """Bytes of pinned host memory on each rank, between forward and backward."""
-        return sum(self.parked.values())
+        return sum(map(pinned_bytes, self.parked.values()))
 
     def _lines(self) -> list[str]:
         number = len(self.parked)

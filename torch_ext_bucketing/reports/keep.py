@@ -52,7 +52,7 @@ class KeepReport(Report):
         curve: bound in bytes, step in ms, peak in bytes and number of units kept; on request.
         tried: number of choices that were scheduled.
         host_bound_bytes: bound on activations in host memory; 0: none may be there.
-        host_bytes: bytes of these.
+        host_bytes: pinned memory that these take.
         parked: number of these.
         warning: why nothing is kept, or why the bound is missed.
         size_hints: values taken for sizes that depend on data.

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...fsdp.units import Units
+from ...graph.host_copies import pinned_bytes
 from ...graph.pause_gc import paused_gc
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
@@ -71,7 +72,7 @@ class Outcome:
         above: bytes of the peak above the bound.
         misses: sum over other bounds of (value - bound) / bound.
         parked: storages that wait in host memory for backward.
-        host_bytes: their bytes.
+        host_bytes: the pinned memory that they take.
     """
 
     kept: frozenset[int]
@@ -173,7 +174,7 @@ class KeepPlanner:
         second = self._schedule(1, backward, limit)
         peak = max(first[1], second[1])
         misses = first[2] + second[2]
-        nbytes = sum(forward.liveness.size[s] for s in parked)
+        nbytes = sum(pinned_bytes(forward.liveness.size[s]) for s in parked)
         above = max(0, peak - limit)
         return Outcome(kept, first[0] + second[0], peak, above, misses, parked, nbytes)
 
@@ -261,11 +262,12 @@ class KeepPlanner:
         others = [k for k in self._rankings[0] if not self._keepables[k].starts]
 
         def parking(kept: _Set, nbytes: int) -> Outcome:
-            parked, there = list[int](), 0
+            parked, left, pinned = list[int](), nbytes, self._host_bytes
             for s in self.partitioned.could_park(kept):
-                if there + size[s] <= nbytes:
+                if size[s] <= left and pinned_bytes(size[s]) <= pinned:
                     parked.append(s)
-                    there += size[s]
+                    left -= size[s]
+                    pinned -= pinned_bytes(size[s])
             return self.scheduled(kept, limit, parked)
 
         if best.above:
