@@ -106,18 +106,18 @@ class Costs:
             nodes: nodes of one graph, in its order. What others read is written to memory.
             absent: nodes that may differ from rank to rank, or that don't run.
         """
-        shared: dict[fx.Node, float] = {}
+        shares: dict[fx.Node, list[float]] = {}
         if self.machine.fuses:
             for node in nodes:
                 if node not in absent and is_fused(node) and self._estimated(node, None) is None:
-                    shared[node] = 0.0
+                    shares[node] = []
             for kernel in kernels_of(nodes, self.result_bytes, absent):
                 ms = self.kernel(kernel.nbytes) / max(kernel.nbytes, 1)
                 for node, nbytes in kernel.shares.items():
-                    if node in shared:
-                        shared[node] += ms * nbytes
-        given = (0.0 if n in absent else shared.get(n) for n in nodes)
-        return [self(n) if ms is None else ms for n, ms in zip(nodes, given, strict=True)]
+                    if node in shares:
+                        shares[node].append(ms * nbytes)
+        given = {**{n: math.fsum(mine) for n, mine in shares.items()}, **dict.fromkeys(absent, 0.0)}
+        return [given[n] if n in given else self(n) for n in nodes]
 
     def kernel(self, nbytes: int) -> float:
         """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""
