@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels                      on the CPU
     python -m benchmarks.kernels --device cuda        on fake CUDA: a torch with CUDA, and triton
+    python -m benchmarks.kernels --cap 100            with collectives merged up to 100 MiB
 
 Graphs are forward and backward of four models of :mod:`.graphs`, with two layers. Inductor
 compiles them up to its scheduler's last fusion, so no GPU is needed. Its kernels are those that it
@@ -28,11 +29,16 @@ from torch._inductor import config, scheduler
 from torch._inductor.compile_fx import compile_fx_inner
 
 from torch_ext_bucketing._torch.graph_pass import CustomGraphPass
+from torch_ext_bucketing.bucketing.caps import ByCap
+from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.graph.collectives import FSDP_KINDS
 from torch_ext_bucketing.graph.size_hints import SizeHints
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.fusion import kernels_of
 from torch_ext_bucketing.testing.demo.table import columns
 
+from .bucketing import parameter_groups
 from .command import add_json, add_number, document_of, matching, parser_of, title, write_results
 from .graphs import Graph, load
 
@@ -119,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser: argparse.ArgumentParser = parser_of("python -m benchmarks.kernels", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--cap", type=float, metavar="MIB", help="merge collectives up to this")
     add_number(parser, "layers", 2, "of each model")
     add_json(parser)
     args = parser.parse_args(argv)
@@ -126,6 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     document["rows"] = rows = []
     for name in matching(parser, NAMES, args.only):
         graph = load(name, args.layers, device=args.device, quiet=True)
+        if args.cap is not None:
+            analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
+            by_cap = ByCap(args.cap, kinds=FSDP_KINDS, groups=[*parameter_groups(graph)])
+            apply_plan(graph.gm.graph, by_cap.plan(analysis))
+            graph.gm.recompile()
         rows.append({"graph": name, **measured(graph)})
     write_results(args.json, document, f"{title(document)}\n\n{table(rows)}")
     return 0

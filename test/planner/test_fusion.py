@@ -132,6 +132,20 @@ def test_concatenation_is_a_loop_per_input_on_the_cpu(device, kernels):
     assert sum(n for _, n in found) == (4 if kernels == 1 else 8) * FULL
 
 
+def test_long_concatenation_is_a_kernel_for_inputs_and_one_each_other_part(g):
+    given, made = [g.input() for _ in range(5)], [g.input() for _ in range(5)]
+    parts = [g.call(aten.neg.default, n) for n in made]
+    last = g.call(aten.cat.default, [*given, *parts])
+    assert g.kernels(last) == [([last], 10 * FULL)] + 5 * [([last], 2 * FULL)]
+
+
+def test_readers_of_different_parts_are_kernels_of_their_own(g):
+    whole = g.call(aten.mm.default, g.input(), g.input(COLUMNS, COLUMNS))
+    parts = [g.call(aten.slice.Tensor, whole, 0, at, at + ROWS // 2) for at in (0, ROWS // 2)]
+    both = [g.call(aten.neg.default, part) for part in parts]
+    assert g.kernels(*both) == [([n], FULL) for n in both]
+
+
 @pytest.mark.parametrize(("device", "kernels"), [("cuda", 1), ("cpu", 2)])
 def test_flat_producer_joins_no_reduction_on_the_cpu(device, kernels):
     g = Graph(device)

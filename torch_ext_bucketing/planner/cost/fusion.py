@@ -53,6 +53,8 @@ _SCATTERS = {
 """Operators that add to a copy of their first argument, and the place of the added values."""
 _READS_REUSED = 4
 """The most buffers of a value that several readers compute again."""
+_CAT = 8
+"""The most inputs of a concatenation that is computed inside its readers on CUDA."""
 _READS = 8
 """The most buffers of a value that isn't written."""
 
@@ -138,8 +140,12 @@ class _Walk:
         if is_view(node):
             if inputs:
                 first = self._root.get(inputs[0], inputs[0])
-                if isinstance(first.meta.get("val"), (list, tuple)):  # each result is a buffer
-                    self._made_by[node] = self._made_by.get(first, -1)
+                several = isinstance(first.meta.get("val"), (list, tuple))
+                if first not in self._inline and (several or self._size(node) < self._size(first)):
+                    # Readers of different results, or parts, share nothing.
+                    self._left.add(first)
+                    if first in self._made_by:
+                        self._made_by[node] = self._made_by[first]
                 else:
                     self._root[node] = first
                     self._settle(node)
@@ -180,10 +186,13 @@ class _Walk:
                 reads[first] = min(reads[first], self._size(node))
         else:
             reads = self._reads(inputs)
-        if target is _aten.cat.default and self._cpu:
-            for part in inputs:
-                space, nbytes = (self._numel(part), 1), self._size(part)
-                self._join(node, self._reads([part]), space, nbytes=nbytes, alone=True)
+        if target is _aten.cat.default and (self._cpu or len(inputs) > _CAT):
+            given = [n for n in inputs if self._root.get(n, n).op != "call_function"]
+            given = [] if self._cpu else given  # one kernel copies them, one each other part
+            for parts in filter(None, [given, *([n] for n in inputs if n not in given)]):
+                nbytes = sum(map(self._size, parts))
+                space = sum(map(self._numel, parts)), 1
+                self._join(node, self._reads(parts), space, nbytes=nbytes, alone=True)
             return
         self._inline[node] = reads
         self._settle(node)
