@@ -83,7 +83,8 @@ def explain(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         model, inputs = build(make, str(target))
-        machine = job_machine() if machine is None else machine
+        # The graph isn't compiled, but a job's is, by Inductor unless another backend is given.
+        machine = (job_machine() if machine is None else machine).for_backend(fuses=True)
         drawn: list[Drawn] = []
         before, after = ([_Draw(drawn, v, machine)] * draw for v in ("before", "after"))
         try:

@@ -39,6 +39,7 @@ from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketByUnit
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
@@ -703,3 +704,32 @@ def test_a_backend_reads_as_code():
     )
     off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())
     assert repr(off) == "backend(model=TwoBlocks, prefetch=None, agree=False)"
+
+
+class Fuses(GraphPass):
+    """Notes whether the backend fuses kernels."""
+
+    stage = "joint"
+
+    def __init__(self):
+        self.found = []
+
+    def run(self, graph, compilation):
+        self.found.append(compilation.fuses)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "fuses"), [("inductor", True), ("aot_eager", False), (lambda gm, _: gm, False)]
+)
+def test_kernels_are_timed_fused_if_inductor_compiles(compiler, fuses):
+    seen = Fuses()
+    torch.compile(lambda x: (2 * x).sum(), backend=backend(compiler, [seen]))(torch.ones(4))
+    assert seen.found == [fuses]
+
+
+def test_pass_alone_is_timed_for_the_compiler_that_runs_it():
+    seen = Fuses()
+    with inductor_config.patch(post_grad_custom_post_pass=seen):
+        torch.compile(lambda x: (3 * x).sum())(torch.ones(4))
+    seen(fx.symbolic_trace(lambda x: 3 * x))
+    assert seen.found == [True, False]

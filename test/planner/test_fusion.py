@@ -200,6 +200,15 @@ def test_times_of_a_kernel_are_divided_by_bytes(g):
     assert costs.times(nodes, absent={last})[-1] == 0.0
 
 
+@pytest.mark.parametrize("given", [None, True, False])
+def test_backend_decides_unless_the_machine_is_given(given):
+    machine = Machine(fuses=given)
+    assert [machine.for_backend(f).fuses for f in (True, False)] == (
+        [True, False] if given is None else [given, given]
+    )
+    assert Costs(machine).machine.fuses is given
+
+
 def test_estimates_come_before_fused_times(g):
     first = g.call(aten.neg.default, g.input())
     last = g.call(aten.exp.default, first)

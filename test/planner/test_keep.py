@@ -3,6 +3,7 @@
 import json
 import random
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.held import HeldUnits
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner, block_units
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel, unit_name
@@ -134,7 +136,8 @@ class Chosen(teb.GraphPass):
 
     stage = "joint"
 
-    def __init__(self, seed, smaller=None):
+    def __init__(self, seed, smaller=None, machine=H100):
+        self.costs = Costs(machine)
         self.rng = random.Random(seed)
         self.root = seed % 2 == 0
         self.smaller = smaller
@@ -147,7 +150,7 @@ class Chosen(teb.GraphPass):
             units = Units([*(u for u in units if u[0].startswith("blocks")), [""]])
         smaller = None if self.smaller is None else what_fits(parameter_chains(g), self.smaller)
         partitioned = PartitionedModel(
-            g, Costs(), units, UNMERGED, activations=True, smaller=smaller
+            g, self.costs, units, UNMERGED, activations=True, smaller=smaller
         )
         self.units = partitioned.keepables
         held = [k for k, u in enumerate(self.units) if u.held]
@@ -166,11 +169,12 @@ class Chosen(teb.GraphPass):
         read_first_gathers(graph_of(graph))
 
 
+@pytest.mark.parametrize("fuses", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("to", [None, 2], ids=["", "in part"])
 @pytest.mark.parametrize("seed", range(3))
-def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed, to):
-    graphs = Keep()
-    chosen = Chosen(seed, None if to is None else make_smaller_group(to))
+def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed, to, fuses):
+    graphs, machine = Keep(), replace(H100, fuses=fuses)
+    chosen = Chosen(seed, None if to is None else make_smaller_group(to), machine)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = data_parallel(Transformer(ModelConfig(layers=2)), mesh, param_dtype=torch.bfloat16)
@@ -183,7 +187,7 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
     assert 0 < len(chosen.kept) < len(chosen.units)
     assert bool(chosen.in_part) == (to is not None)
     for model, stage in zip(chosen.models, STAGES, strict=True):
-        ours, graph = Timeline.of(model), model_of(graphs[stage].graph)
+        ours, graph = Timeline.of(model), model_of(graphs[stage].graph, machine)
         assert sum(model.compute) == sum(graph.compute)
         assert ours.step_ms == pytest.approx(Timeline.of(graph).step_ms, rel=1e-6)
         unread = model.liveness.at_start - graph.liveness.at_start

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ import torch.fx as fx
 from collective_graphs import fake_group
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_graphs import WORLD, Builder, choose_caps, demo_graphs, layered_graph, random_graph
+from random_graphs import (
+    C10D,
+    WORLD,
+    Builder,
+    choose_caps,
+    demo_graphs,
+    layered_graph,
+    random_graph,
+)
 
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
@@ -38,9 +47,9 @@ def world():
         yield
 
 
-def both(graph: fx.Graph, plan: MergePlan) -> tuple[Model, Model]:
+def both(graph: fx.Graph, plan: MergePlan, machine: Machine = SLOW) -> tuple[Model, Model]:
     """Merge a graph; return the planned model and the model of the merged graph."""
-    costs = Costs(SLOW)
+    costs = Costs(machine)
     planned = merged_model(model_of(graph, costs), plan.buckets, costs)
     assert planned is not None
     merge_buckets(graph, plan)
@@ -93,6 +102,24 @@ def test_times_are_those_of_the_merged_graph(seed, size, cap):
         for m in (planned, merged)
     ]
     assert launched[0] == launched[1]
+
+
+def test_fused_gradient_is_written_into_its_bucket():
+    b, starts = Builder(), []
+    for _ in range(2):
+        x, y = (b.leaf(256, torch.float32) for _ in range(2))
+        gradient = b.op(torch.ops.aten.mul.Tensor, x, y)
+        args = (gradient, "sum", WORLD, "0")
+        starts.append(b.call(C10D.reduce_scatter_tensor.default, args, 256 // WORLD, torch.float32))
+    gm = b.finish(
+        [b.call(C10D.wait_tensor.default, (s,), 256 // WORLD, torch.float32) for s in starts]
+    )
+    plan = ByCap(1.0, kinds=("reduce_scatter",), eligible=lambda start: True).plan(gm.graph)
+    assert plan.buckets
+    planned, merged = both(gm.graph, plan, replace(SLOW, fuses=True))
+    moved = 2 * 3 * 4 * 256  # two products of two values each
+    expected = pytest.approx(SLOW.kernel_ms + moved / SLOW.bandwidth * 1e3)
+    assert Timeline.of(planned).compute_ms == Timeline.of(merged).compute_ms == expected
 
 
 @pytest.mark.parametrize("cap", [300, 900, 10**6])

@@ -106,6 +106,15 @@ def compile_inductor(
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 
 
+def is_inductor_compiling() -> bool:
+    """Return whether Inductor compiles a graph in this thread, from the joint graph on."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None:
+        return False
+    with private_torch():  # compile_fx sets a fake mode; else there is a handler in its place
+        return not isinstance(virtualized.V.get_fake_mode(), virtualized.NullHandler)
+
+
 def mode_options(mode: str | None) -> dict[str, Any]:
     """Return Inductor's options for a ``mode`` of ``torch.compile``."""
     with private_torch():

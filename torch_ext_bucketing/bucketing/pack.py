@@ -30,8 +30,10 @@ number of elements of all members, ``n`` the number of ranks::
         b -> flat /                        \\ part -> view [b0, .]
 
 Eager FSDP2 has the same layout (``_fsdp_collectives.py``: ``all_gather_copy_in``, ``chunk_cat``).
-Inductor fuses packing (``cat``, cast and copy) into one kernel. Each gathered parameter's ``clone``
-is a kernel, unless it fuses into its reader.
+On CUDA, Inductor fuses packing (``cat``, cast and copy) of up to 8 members into one kernel. More
+gathered ones are concatenated in one, and cast and copied in another; a reduced one is a kernel,
+unless what computes it writes into the buffer. Each gathered parameter's ``clone`` is a kernel,
+unless it fuses into its reader.
 """
 
 from __future__ import annotations

@@ -126,6 +126,7 @@ class BucketingBackend:
             size_hints=self.size_hints,
             model=self.model,
             extension=self._extension(),
+            fuses=self.compiler == "inductor",
         )
         self.reports.append(compilation.report)
         group = default_group()

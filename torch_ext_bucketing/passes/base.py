@@ -95,11 +95,12 @@ class GraphPass(CustomGraphPass):
 
         Without ``compilation``, start one, and warn as :func:`.backend` does.
         """
+        from .._torch.inductor import is_inductor_compiling
         from .compilation import Compilation
         from .diagnostics import warn_of_silence
 
         alone = compilation is None
-        compilation = compilation or Compilation()
+        compilation = compilation or Compilation(fuses=is_inductor_compiling())
         if Baseline in self.requires:
             compilation.measure(graph_of(graph))
         self.run(graph, compilation)

@@ -88,6 +88,7 @@ class Compilation:
         choice: set by ``ReshardAfterForward("auto")``.
         baseline: memory of the current graph, set by the pipeline.
         extension: adds nodes to the graphs after the partitioner.
+        fuses: whether the graph will run as Inductor's kernels; estimates of time take that.
     """
 
     input_fqns: FqnOf | None = None
@@ -101,6 +102,7 @@ class Compilation:
     choice: Choice | None = None
     baseline: Baseline = field(default_factory=Baseline)
     extension: Extension | None = None
+    fuses: bool = False
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
     _uncovered: set[str] = field(default_factory=set)

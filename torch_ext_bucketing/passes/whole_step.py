@@ -24,6 +24,7 @@ def whole_step_pass(
     passes: Iterable[GraphPass],
     compilation: Compilation | None = None,
     extension: Extension | None = None,
+    fuses: bool = False,
 ) -> Callable[..., fx.GraphModule]:
     """Combine ``passes`` into one, ``(graph_module, example_inputs) -> graph_module``.
 
@@ -40,13 +41,14 @@ def whole_step_pass(
         compilation: gets the report.
         extension: adds nodes to the graph, without ``compilation``. The pass adds values of new
             inputs to ``example_inputs``.
+        fuses: whether Inductor compiles the graph afterwards, without ``compilation``.
 
     Raises:
         ValueError: from the pass, which leaves the graph unchanged: the graph has fewer inputs than
             ``model`` has parameters, or fewer outputs than trained parameters.
     """
     pipeline = Pipeline((p for p in passes if last_fact(p.provides, Regathers) is None), model)
-    shared = compilation or pipeline.compilation(extension=extension)
+    shared = compilation or pipeline.compilation(extension=extension, fuses=fuses)
 
     def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
         names, trained = names_per_tensor(model)

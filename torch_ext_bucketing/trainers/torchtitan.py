@@ -132,10 +132,10 @@ def graph_passes(
         )
     at = names.index(_REPLACED)
     after = [p for p in listed[at + 1 :] if getattr(p, "func", p).__name__ != _ORDERED_ALREADY]
-    passes = recipe(parts[0])
+    passes, fuses = recipe(parts[0]), config.compile.inductor_compilation == "full"
     if trainer in _with_step:
-        return [*listed[:at], *StepInGraph(trainer, traced).passes(passes, after)]
-    return [*listed[:at], whole_step_pass(parts[0], passes), *after]
+        return [*listed[:at], *StepInGraph(trainer, traced).passes(passes, after, fuses)]
+    return [*listed[:at], whole_step_pass(parts[0], passes, fuses=fuses), *after]
 
 
 class _BucketedStages:

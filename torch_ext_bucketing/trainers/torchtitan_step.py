@@ -86,8 +86,13 @@ class StepInGraph:
         self._copy: tuple[fx.GraphModule, list[Any]] | None = None
         self._log_norm()
 
-    def passes(self, ours: Sequence[GraphPass], after: Sequence[GraphFunction]) -> list[Any]:
-        """Return graph passes in the place of ours and those after it."""
+    def passes(
+        self, ours: Sequence[GraphPass], after: Sequence[GraphFunction], fuses: bool
+    ) -> list[Any]:
+        """Return graph passes in the place of ours and those after it.
+
+        ``fuses``: see :func:`.whole_step_pass`.
+        """
 
         def copy_for_microbatches_pass(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
             if self.microbatches > 1:
@@ -97,14 +102,14 @@ class StepInGraph:
         def step_pass(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
             if self._copy is not None:
                 config = self.trainer.config.compile
-                listed = [whole_step_pass(self.model, ours), *after]
+                listed = [whole_step_pass(self.model, ours, fuses=fuses), *after]
                 self._accumulate = apply_graph_passes(*self._copy, listed, compile_config=config)
                 self._copy = None
             self._update = gm.forward
             gm.forward = self._run
             return gm
 
-        with_updates = whole_step_pass(self.model, ours, extension=self.epilogue)
+        with_updates = whole_step_pass(self.model, ours, extension=self.epilogue, fuses=fuses)
         return [copy_for_microbatches_pass, with_updates, *after, step_pass]
 
     def _run(self, *inputs: Any) -> Any:

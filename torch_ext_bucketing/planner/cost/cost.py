@@ -2,7 +2,7 @@
 
 A compute node takes its FLOPs, counted by torch's FLOP counter, over the machine's rate for their
 dtype, or the time to move its bytes if that is longer. Other kernels move their bytes; views take
-no time. With ``Machine(fuses=True)`` those that Inductor fuses are one kernel (:mod:`.fusion`). A
+no time. Where Inductor runs the graph those that it fuses are one kernel (:mod:`.fusion`). A
 collective takes the time of the machine's table or network levels (:mod:`.machine`), else of
 torch's model of NCCL (``torch._inductor.comm_analysis``, which follows NCCL's tuning model). A
 machine's own ``estimate`` comes first.
@@ -11,7 +11,7 @@ machine's own ``estimate`` comes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
 from ...graph.work import work_of
 from ...graph.writes import written_values
-from .fusion import is_fused, kernels_of
+from .fusion import is_fused, is_read_once, kernels_of
 from .machine import H100, Machine
 from .network import is_time
 
@@ -96,22 +96,28 @@ class Costs:
             ms = max(ms, self._flops(node) / rate * 1e3 * self._factor("kernel"))
         return ms
 
-    def times(self, nodes: Sequence[fx.Node], absent: Collection[fx.Node] = ()) -> list[float]:
+    def times(
+        self,
+        nodes: Sequence[fx.Node],
+        absent: Collection[fx.Node] = (),
+        kept: Callable[[fx.Node], bool] | None = None,
+    ) -> list[float]:
         """Return the milliseconds of nodes that run together; 0 for ``absent`` ones.
 
         Where the machine's kernels are fused, the time of a fused one is divided among the values
         that it writes, by the bytes that it moves for each. What it computes on the way is 0.
 
         Args:
-            nodes: nodes of one graph, in its order. What others read is written to memory.
+            nodes: nodes of one graph, in its order.
             absent: nodes that may differ from rank to rank, or that don't run.
+            kept: see :func:`.kernels_of`.
         """
         shares: dict[fx.Node, list[float]] = {}
         if self.machine.fuses:
             for node in nodes:
                 if node not in absent and is_fused(node) and self._estimated(node, None) is None:
                     shares[node] = []
-            for kernel in kernels_of(nodes, self.result_bytes, absent):
+            for kernel in kernels_of(nodes, self.result_bytes, absent, kept):
                 ms = self.kernel(kernel.nbytes) / max(kernel.nbytes, 1)
                 for node, nbytes in kernel.shares.items():
                     if node in shares:
@@ -136,6 +142,18 @@ class Costs:
         """Time the packing of an all-gather bucket, in milliseconds."""
         # torch concatenates the members, then casts them into this rank's part of the buffer.
         return self.copy(given) + self.kernel(given + 2 * packed)
+
+    def pack_reductions(self, members: Sequence[fx.Node]) -> float:
+        """Time the packing of a bucket of reductions, in milliseconds.
+
+        A fused kernel writes its result into the buffer, if nothing else reads it::
+
+            mm -> cast -> rs(a)        mm -> cast, into the buffer -> RS
+        """
+        values = (value for member in members for value in member.all_input_nodes)
+        fuses = self.machine.fuses
+        copied = sum(self.result_bytes(v) for v in values if not (fuses and is_read_once(v)))
+        return self.copy(copied) if copied else 0.0
 
     def bucket(self, members: Sequence[fx.Node]) -> float:
         """Time the collective that merges ``members``, in milliseconds."""

@@ -29,6 +29,7 @@ from ...graph.collectives import is_view, tensors_in
 _aten = torch.ops.aten
 _MORE_POINTWISE = frozenset(
     {
+        _aten._to_copy.default,
         _aten.cat.default,
         _aten.clone.default,
         _aten.constant_pad_nd.default,
@@ -39,7 +40,6 @@ _MORE_POINTWISE = frozenset(
         _aten.index.Tensor,
         _aten.repeat.default,
         _aten.scalar_tensor.default,
-        _aten.slice_copy.Tensor,
         _aten.slice_scatter.default,
         torch.ops.prims.convert_element_type.default,
         torch.ops.prims.iota.default,
@@ -80,26 +80,35 @@ class Kernel:
 
 
 def kernels_of(
-    nodes: Sequence[fx.Node], size: Callable[[fx.Node], int], absent: Collection[fx.Node] = ()
+    nodes: Sequence[fx.Node],
+    size: Callable[[fx.Node], int],
+    absent: Collection[fx.Node] = (),
+    kept: Callable[[fx.Node], bool] | None = None,
 ) -> list[Kernel]:
     """Group the elementwise operators and reductions among ``nodes``.
 
     Args:
-        nodes: nodes of a graph that run here, in order. What others of the graph read is written.
+        nodes: nodes of a graph that run here, in order.
         size: the bytes of a node's result.
         absent: nodes that count as no reader and no kernel, as they differ from rank to rank.
+        kept: whether a value outlives the nodes, so it is written. None: what other nodes read.
     """
-    return _Walk(nodes, size, absent).kernels
+    return _Walk(nodes, size, absent, kept).kernels
 
 
 class _Walk:
     """The walk over the nodes of a graph."""
 
     def __init__(
-        self, nodes: Sequence[fx.Node], size: Callable[[fx.Node], int], absent: Collection[fx.Node]
+        self,
+        nodes: Sequence[fx.Node],
+        size: Callable[[fx.Node], int],
+        absent: Collection[fx.Node],
+        kept: Callable[[fx.Node], bool] | None,
     ) -> None:
         self.kernels: list[Kernel] = []
         self._inside = dict.fromkeys(nodes)
+        self._kept = kept
         self._absent, self._size = absent, functools.cache(size)
         self._root: dict[fx.Node, fx.Node] = {}
         self._inline: dict[fx.Node, dict[fx.Node, int]] = {}  # value -> bytes of each buffer
@@ -127,9 +136,15 @@ class _Walk:
         value = node.meta.get("val")
         return self._size(node) // value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
+    def _users(self, node: fx.Node) -> list[fx.Node]:
+        known = self._inside if self._kept is not None else node.users
+        return [u for u in node.users if u in known and u not in self._absent]
+
     def _is_read_outside(self, node: fx.Node) -> bool:
         """Return whether a value outlives the nodes; views are looked through."""
-        users = [u for u in node.users if u not in self._absent]
+        if self._kept is not None:
+            return self._kept(node)
+        users = self._users(node)
         return not users or any(
             u not in self._inside or (is_view(u) and self._is_read_outside(u)) for u in users
         )
@@ -203,8 +218,10 @@ class _Walk:
         reads = self._inline.get(root)
         if reads is None:
             return
-        users = [u for u in node.users if u not in self._absent]
+        users, kept = self._users(node), self._kept
         outside = bool(reads) and any(u not in self._inside for u in users)
+        if kept is not None:
+            outside = bool(reads) and len(users) > 0 and kept(root)
         again = len(users) > 1 and (outside or len(reads) > _READS_REUSED)
         if again or len(reads) > _READS:
             self._write(root)
@@ -324,6 +341,13 @@ def is_fused(node: fx.Node) -> bool:
     if is_view(node) or not is_tensor:
         return False
     return target in _SCATTERS or is_pointwise(node) or is_reduction(node)
+
+
+def is_read_once(node: fx.Node) -> bool:
+    """Return whether a node is the only reader's view of what a fused kernel computes."""
+    while len(node.users) == 1 and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return len(node.users) == 1 and is_fused(node) and node.target not in _SCATTERS
 
 
 def is_pointwise(node: fx.Node) -> bool:

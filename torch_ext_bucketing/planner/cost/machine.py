@@ -62,7 +62,7 @@ class Machine:
         factors: what times are multiplied by, by kind of collective and ``"kernel"``; others by 1.
             ``tune`` finds them by measuring (:meth:`corrected`).
         fuses: whether elementwise operators and reductions run as the kernels that Inductor would
-            fuse them to; else each runs alone, as with ``"aot_eager"``.
+            fuse them to, instead of each alone. None: as the backend does that compiles the graph.
         estimate: ``(node, nbytes | None) -> ms | None``, called first, for kernels and collectives.
             ``nbytes`` (input and output) is given for a bucket that isn't merged yet. None leaves
             the node to the rest of the machine. It must return the same on every rank, so it must
@@ -87,7 +87,7 @@ class Machine:
     intra: Level | None = None
     inter: Level | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
-    fuses: bool = False
+    fuses: bool | None = None
     estimate: Callable[[fx.Node, int | None], float | None] | None = None
     host_bandwidth: float = 50e9
 
@@ -143,7 +143,12 @@ class Machine:
     def describe(self) -> str:
         """Return its name and the number of ranks per node, for a report."""
         n = self.ranks_per_node
-        return f"{self.name}, {'nodes unknown' if n is None else f'{n} rank(s) a node'}"
+        nodes = "nodes unknown" if n is None else f"{n} rank(s) a node"
+        return f"{self.name}, {nodes}{', fused kernels' if self.fuses else ''}"
+
+    def for_backend(self, fuses: bool) -> Machine:
+        """Return the machine for a backend that fuses kernels or doesn't, unless it is given."""
+        return replace(self, fuses=fuses) if self.fuses is None else self
 
     def layout_of(self, ranks: Sequence[int]) -> GroupLayout:
         """Count the ranks of a group and the nodes that these global ranks are on."""

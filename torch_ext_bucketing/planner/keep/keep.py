@@ -328,7 +328,8 @@ class KeepPlanner:
             other = kept ^ more
             held = self._held.peak_bytes(other)
             if held <= there:  # and what is made again for it is made later, or not at all
-                nbytes = max(m.liveness.peak(range(len(m))) for m in self.partitioned.models(other))
+                models = self.partitioned.models(other, timed=False)
+                nbytes = max(m.liveness.peak(range(len(m))) for m in models)
                 if nbytes < peak:
                     kept, there, peak = other, held, nbytes
         return kept

@@ -46,6 +46,7 @@ from ...graph.tags import tag_of
 from ...passes.park import could_park
 from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
+from ..cost.fusion import is_fused
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
 from .activations import Activations
@@ -180,7 +181,7 @@ class PartitionedModel:
             again.update(n for nodes in found.groups.values() for n in nodes)
             again.update(found.views)
             self.activations = found
-        split = _Split(graph, joint, again, costs)
+        self._split = split = _Split(graph, joint, again, costs)
         both = split.forward_model(), split.backward_model()
         planner = planner or ByUnit(units)
         self.forward, backward = (_merged(m, planner, costs, rank_order) for m in both)
@@ -368,8 +369,11 @@ class PartitionedModel:
         forward, backward = self.models(kept)
         return with_copies(forward, backward, nodes, self.costs) if nodes else (forward, backward)
 
-    def models(self, kept: Collection[int]) -> tuple[Model, Model]:
-        """Return the models of forward and backward for a choice."""
+    def models(self, kept: Collection[int], timed: bool = True) -> tuple[Model, Model]:
+        """Return the models of forward and backward for a choice.
+
+        Unless ``timed``, fused kernels have the times that they have with nothing kept.
+        """
         forward, backward = self.forward, self.backward
         if not kept:
             return forward, backward
@@ -386,7 +390,16 @@ class PartitionedModel:
             for i, copy_ms in part.copy_ms.items():
                 ms[i] += copy_ms
         stays = Storages(live.size, allocates, touches, saved, live.at_start)
-        return replace(forward, ms=ms, liveness=stays), self._without(kept, stay)
+        halves = replace(forward, ms=ms, liveness=stays), self._without(kept, stay)
+        if not timed or not self.costs.machine.fuses:
+            return halves
+        # A kernel ends where its half does, so a kept value is written in forward.
+        split, nodes = self._split, backward.dependencies.nodes
+        gone = {nodes[i] for i, there in enumerate(stay.places) if not there}
+        joint = split.nodes
+        left = (i for i in split.backward if joint[i] not in gone)
+        second = split.retimed(halves[1], backward.liveness.kept, left)
+        return split.retimed(halves[0], saved, split.forward), second
 
     def in_place(self, kept: Collection[int]) -> Model:
         """Return :attr:`backward` with a choice's times, and with the nodes that it removes."""
@@ -449,12 +462,12 @@ class _Split:
         liveness = joint.liveness
         self._costs = costs
         self._joint, self._live = joint, liveness
-        nodes = joint.dependencies.nodes
+        self.nodes = nodes = joint.dependencies.nodes
         in_forward = _aot.forward_nodes(graph)
         again = {**_aot.recomputed_nodes(graph), **dict.fromkeys(chains)}
         place = {n: i for i, n in enumerate(nodes)}
         self._in_forward = [n in in_forward for n in nodes]
-        self._backward: list[int] = []
+        self.backward: list[int] = []
         saved: dict[fx.Node, None] = {}
         done: set[fx.Node] = set()
         for i, node in enumerate(nodes):
@@ -473,8 +486,8 @@ class _Split:
                     elif not is_number(reader):  # a reader of sizes alone needs no saved tensor
                         saved[arg] = None
             done.update(late)
-            self._backward += sorted(place[n] for n in late)
-            self._backward.append(i)
+            self.backward += sorted(place[n] for n in late)
+            self.backward.append(i)
         self._saved = self._storages(saved)
         placeholders = graph.find_nodes(op="placeholder")
         tangents = [n for n in placeholders if n not in in_forward]
@@ -497,28 +510,41 @@ class _Split:
             node = nodes[i]
             if self._in_forward[i] and (node in needed or _has_effects(node)):
                 needed.update((node, *node.all_input_nodes))
-        self._forward = [i for i, n in enumerate(nodes) if self._in_forward[i] and n in needed]
+        self.forward = [i for i, n in enumerate(nodes) if self._in_forward[i] and n in needed]
 
     def _storages(self, nodes: Iterable[fx.Node]) -> dict[int, None]:
         return {s: None for n in nodes for s in self._live.of_node[n]}
 
+    def times(self, nodes: Sequence[fx.Node], kept: Collection[int]) -> list[float]:
+        """Time the nodes of a half that keeps some storages."""
+        of_node = self._live.of_node
+        return self._costs.times(
+            nodes, self._joint.graph.free, lambda n: any(s in kept for s in of_node.get(n, ()))
+        )
+
+    def retimed(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
+        """Return a half, its buckets merged, with the times of the fused kernels of ``places``."""
+        nodes = [self.nodes[i] for i in places]
+        now = {n: ms for n, ms in zip(nodes, self.times(nodes, kept), strict=True) if is_fused(n)}
+        rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
+        return replace(model, ms=[ms if view else now.get(n, ms) for n, ms, view in rows])
+
     def forward_model(self) -> Model:
-        return self._model(self._forward, self._given, self._kept_forward, self._at_start)
+        return self._model(self.forward, self._given, self._kept_forward, self._at_start)
 
     def backward_model(self) -> Model:
         size = self._live.size
         handed = {s: None for s in (*self._saved, *self._tangents) if s not in self._given}
         at_start = self._at_start + sum(size[s] for s in handed)
         given = {**self._given, **handed}
-        return self._model(self._backward, given, self._kept_backward, at_start)
+        return self._model(self.backward, given, self._kept_backward, at_start)
 
     def _model(
         self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
     ) -> Model:
         there, rows = dict(given), list[Row]()
-        # A kernel ends where its half does: what the other half reads is written.
-        nodes = self._joint.dependencies.nodes
-        times = self._costs.times([nodes[i] for i in places], self._joint.graph.free)
+        nodes = self.nodes
+        times = self.times([nodes[i] for i in places], kept)
         for row, ms in zip(_rows(self._joint, places), times, strict=True):
             fresh = tuple(s for s in row.allocates if s not in there)
             there.update(dict.fromkeys(fresh))

@@ -35,8 +35,8 @@ class Estimate(GraphPass):
         self._set(machine=self.machine or job_machine())
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        machine = self.machine
-        assert machine is not None
+        assert self.machine is not None
+        machine = self.machine.for_backend(compilation.fuses)
         model = model_of(compilation.analysis(graph), machine)
         compilation.report.estimates.append(
             _estimate(model, stage_of(graph_of(graph)), machine.describe())

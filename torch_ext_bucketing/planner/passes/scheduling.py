@@ -25,7 +25,7 @@ from ...passes.base import GraphPass, Stage
 from ...passes.compilation import Compilation
 from ...passes.facts import Baseline, Buckets, Fact, Order, RankOrder, Tags
 from ..cost.devices import job_machine
-from ..cost.machine import Machine, check_machine
+from ..cost.machine import H100, Machine, check_machine
 from ..schedule.memory import within
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule
@@ -78,7 +78,7 @@ class Schedule(GraphPass):
         report = schedule(
             graph_of(graph),  # the module is recompiled once, after all passes
             self._bounded(compilation, graph_of(graph)),
-            machine=self._machine,
+            machine=self._machine.for_backend(compilation.fuses),
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
@@ -149,10 +149,12 @@ class BucketAndSchedule(Schedule):
         self._set(groups=check_groups(self.groups))
         self._search(self._policies)  # checks the options
 
-    def _search(self, policies: tuple[Policy, ...], **options: Any) -> BySearch:
+    def _search(
+        self, policies: tuple[Policy, ...], machine: Machine = H100, **options: Any
+    ) -> BySearch:
         by_cap = ByCap(kinds=self.kinds, eligible=self.eligible, groups=self.groups)
         options |= {"caps_mb": self.caps_mb, "planners": tuple(self.planners)}
-        return BySearch(policies, by_cap, machine=self._machine, **options)
+        return BySearch(policies, by_cap, machine=machine, **options)
 
     @property
     def parts(self) -> tuple[GraphPass, ...]:
@@ -175,6 +177,7 @@ class BucketAndSchedule(Schedule):
             reduce = None
         found = self._search(
             self._bounded(compilation, graph_of(graph)),
+            self._machine.for_backend(compilation.fuses),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
         ).search(analysis)

@@ -11,8 +11,10 @@ few nodes that merging leaves of each bucket::
 A gather bucket stands where its first member stood, after the inputs of the later members; a
 reduction where its last member stood. Other nodes keep their order as far as dependencies allow.
 Packing reads the members' inputs and writes the buffer. Gathered members are copied out of the
-buffer, reduced members are views of it. Times come from :mod:`.cost`. Torch 2.11 packs a gather
-with one operator, so its times differ a little.
+buffer, reduced members are views of it. Times come from :mod:`.cost`; a fused kernel that computes
+a reduced member writes it into the buffer. Copies out of a gather's buffer are kernels of their own
+even then: of generated code only those fuse that elementwise operators read, such as weights of
+norms. Torch 2.11 packs a gather with one operator, so its times differ a little.
 """
 
 from __future__ import annotations
@@ -299,7 +301,9 @@ class _Rewritten:
         if len(members) > 1:
             packed = moved - sum(map(costs.result_bytes, members))
             sent = (self._storage(packed),)
-            needs = [self._add(Row(first, needs, sent, sent + inputs, costs.copy(packed)))]
+            needs = [
+                self._add(Row(first, needs, sent, sent + inputs, costs.pack_reductions(members)))
+            ]
         nbytes, ms = 0, 0.0
         if m.rank_order:
             (nbytes, ms), *gathers = costs.in_rank_order(members)
