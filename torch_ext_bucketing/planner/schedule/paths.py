@@ -53,7 +53,7 @@ class Paths:
     def rest(self) -> dict[str | None, Rest]:
         """The critical tail of each stream."""
         found = {}
-        for stream, work in self._work().items():
+        for stream, work in self._work.items():
             most, total = Rest(0.0, 0.0), 0.0
             for after, ms in sorted(((self.tail[i] - ms, ms) for i, ms in work), reverse=True):
                 total += ms
@@ -72,11 +72,12 @@ class Paths:
         model, tail = self._model, self.tail
         head = _longest(model, True, self._between)
         least = max((a + b - ms for a, b, ms in zip(head, tail, model.ms, strict=True)), default=0)
-        for mine in self._work().values():
+        for mine in self._work.values():
             work = [(head[i] - ms, ms, tail[i] - ms) for i, ms in mine if ms]
             least = max(least, _one_after_the_other(work))
         return least
 
+    @cached_property
     def _work(self) -> dict[str | None, list[tuple[int, float]]]:
         """List the nodes of each stream, with their milliseconds."""
         found: dict[str | None, list[tuple[int, float]]] = {None: []}

@@ -72,7 +72,8 @@ _WORTH = 0.998  # a step must be shorter than this part of the best step
 _WORTH_MOVES = 0.999  # the same while members are moved, which mostly adds a bucket
 
 _SMALL = 2000  # nodes; larger graphs move no members, and try one sort for caps between rungs
-_MOVED_NODES = 20_000  # most nodes to schedule for moves, over all plans
+_MOVED_NODES = 20_000  # most nodes to schedule for moves, over all plans,
+_FAR = 0.05  # ... where this part of the step is above the bound of any plan; in proportion below
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
@@ -286,7 +287,8 @@ class _Search:
         # Orders of the sort that was the best rank moves well enough; all sorts are tried at the
         # end.
         like, self._worth = self.chosen.sort, _WORTH_MOVES
-        left = _MOVED_NODES // len(self._analysis.nodes)
+        above = 1 - self._floor_ms / self.chosen.report.step_ms[1]
+        left = int(min(1.0, above / _FAR) * _MOVED_NODES) // len(self._analysis.nodes)
         at = fruitless = 0  # moves since the last one that helped
         while left > 0:
             changed = moves(self._planner.runs(), self.chosen.plan)

@@ -344,4 +344,5 @@ class _Rewritten:
         return given, self._costs.pack(given, packed)
 
     def _needed_by(self, places: Iterable[int]) -> list[int]:
-        return [j for i in places for j in self._old.row(i, self._at).needs]
+        needed, at = self._old.needed_values, self._at
+        return [at[j] for i in places for j in needed[i] if at[j] >= 0]
