@@ -541,20 +541,17 @@ class ListScheduler:
         return most <= limit
 
     def _open_needs(self, i: int) -> list[int]:
-        """List the open nodes that ``i`` needs, then ``i``, in the order to place them."""
-        if self.done[i]:
+        """List the open nodes that ``i`` needs, then ``i``, in the order of their places."""
+        done, needs = self.done, self.needs
+        if done[i]:
             return []
-        found: dict[int, None] = {}
-        stack = [i]
+        found, stack = {i}, [i]
         while stack:
-            node = stack[-1]
-            size = len(stack)
-            for j in reversed(self.needs[node]):
-                if not self.done[j] and j not in found:
+            for j in needs[stack.pop()]:
+                if not done[j] and j not in found:
+                    found.add(j)
                     stack.append(j)
-            if len(stack) == size:
-                found[stack.pop()] = None
-        return list(found)
+        return sorted(found)
 
     # --- runs between reduce-scatters ------------------------------------------------------------
 

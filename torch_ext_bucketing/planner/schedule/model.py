@@ -122,6 +122,33 @@ class Model(NodeTable):
             for i, mine in enumerate(self.dependencies.needs)
         ]
 
+    def without_views(self) -> Model:
+        """Let the users of views need what the views need; times and live bytes stay.
+
+        Views that a collective reads stay, and those whose users don't keep their storages live::
+
+            mm -> t -> view -> mm        mm -> mm
+        """
+        needed_by, live = self.dependencies.needed_by, self.liveness
+        at, rows = [-1] * len(self), list[Row]()
+        instead: dict[int, list[int]] = {}
+        for i, mine in enumerate(self.needed_values):
+            needs = list(dict.fromkeys(k for j in mine for k in instead.get(j, (at[j],))))
+            users, touched = needed_by[i], set(live.touches[i])
+            if (
+                self.view[i]
+                and users
+                and self.start_of[i] < 0
+                and not live.allocates[i]
+                and all(self.group[j] is None for j in (*mine, *users))
+                and all(touched.issubset(live.touches[j]) for j in users)
+            ):
+                instead[i] = needs
+                continue
+            at[i] = len(rows)
+            rows.append(self.row(i, at)._replace(needs=needs))
+        return self.rebuilt(rows, {}, live.size, live.kept, live.at_start)
+
     def row(self, i: int, at: Sequence[int]) -> Row:
         """Return node ``i`` for a new model; ``at`` maps old places to new ones, or to -1."""
         start = self.start_of[i]
