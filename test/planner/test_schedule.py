@@ -203,6 +203,21 @@ def test_an_order_takes_what_one_would_draw(draw, given_ms, bound_ms, step_ms):
         assert Timeline.of(model, order).step_ms == pytest.approx(step_ms, abs=0.01)
 
 
+def test_what_a_kernel_needs_runs_in_the_order_of_the_graph():
+    b = Trainer()
+    x, y, half = b.matrix(), b.matrix(), b.matrix(DIM // 2)
+    made = b.add(x, y)  # like an embedding: a kernel that needs none
+    turned = []
+    for node in (b.start("all_gather", half), made):
+        turned.append(b.graph.call_function(_aten.t.default, (node,)))
+        turned[-1].meta["val"] = node.meta["val"].t()
+    gm = b.finish([b.mm(*reversed(turned))])
+    on = replace(machine(), estimate=lambda n, _: 1.0 if n is made else None)
+    model = model_of(gm.graph, on)
+    order = list_schedule(model, Options())  # not gather, wait, made: that takes 2 ms
+    assert Timeline.of(model, order).step_ms == pytest.approx(1.0, abs=0.01)
+
+
 def test_a_wait_is_filled_with_later_work():
     b = Trainer()
     x, w = b.matrix(), b.matrix()

@@ -35,8 +35,7 @@ def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | No
         elif start_of[i] >= 0:
             heapq.heappush(waiting, (streams.end[start_of[i]], -tail[i], i))
         else:
-            # Views run at once: which kernel is next then doesn't depend on them.
-            heapq.heappush(ready, (-math.inf if model.view[i] else -tail[i], i))
+            heapq.heappush(ready, (-tail[i], i))
 
     for i, needs in enumerate(missing):
         if not needs:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 
@@ -188,13 +188,10 @@ def schedule_model(
     model: Model,
     policy: Policy | Iterable[Policy],
     reference_bytes: int | None,
-    quick: bool = False,
-    final: bool = True,
-    like: Options | None = None,
-    near: bool = True,
+    **options: Any,
 ) -> Scheduled:
     """Find an order of a model, without any change to a graph; see :func:`schedule_within`."""
-    found = schedule_within(math.inf, model, policy, reference_bytes, quick, final, like, near)
+    found = schedule_within(math.inf, model, policy, reference_bytes, **options)
     assert found is not None
     return found
 
