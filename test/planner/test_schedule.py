@@ -218,6 +218,18 @@ def test_what_a_kernel_needs_runs_in_the_order_of_the_graph():
     assert Timeline.of(model, order).step_ms == pytest.approx(1.0, abs=0.01)
 
 
+def test_of_orders_with_equal_steps_the_one_with_slack_is_taken():
+    b = Trainer()
+    x, w = b.matrix(), b.matrix()
+    free = [b.mm(b.matrix(), w) for _ in range(3)]
+    gm = b.finish([*free, b.start("reduce_scatter", b.mm(x, w))])
+    model = model_of(gm.graph, machine())
+    found = [schedule_model(model, Overlap(), None, final=end).order for end in (False, True)]
+    for collective_ms, expected in ((1.0, [4.0, 4.0]), (1.7, [4.7, 4.0])):
+        real = model_of(gm.graph, machine(collective_ms))
+        assert [Timeline.of(real, order).step_ms for order in found] == pytest.approx(expected, abs=0.01)
+
+
 def test_a_wait_is_filled_with_later_work():
     b = Trainer()
     x, w = b.matrix(), b.matrix()
@@ -807,7 +819,7 @@ def test_a_report_in_words():
         report.to_text(),
         """\
                          before       after
-step, ms                  22.00       21.00  lower bound 21.00, window 100, depth 1, by deadline
+step, ms                  22.00       21.00  lower bound 21.00, window 100, depth 1, by deadline, with slack
 exposed, ms                2.00        1.00
 peak                 80.000 KiB  88.000 KiB  unreordered 80.000 KiB, bound 104.857 KiB
 longest compute run          20          10  bound 8, dependencies force 10
