@@ -227,7 +227,9 @@ def test_of_orders_with_equal_steps_the_one_with_slack_is_taken():
     found = [schedule_model(model, Overlap(), None, final=end).order for end in (False, True)]
     for collective_ms, expected in ((1.0, [4.0, 4.0]), (1.7, [4.7, 4.0])):
         real = model_of(gm.graph, machine(collective_ms))
-        assert [Timeline.of(real, order).step_ms for order in found] == pytest.approx(expected, abs=0.01)
+        assert [Timeline.of(real, order).step_ms for order in found] == pytest.approx(
+            expected, abs=0.01
+        )
 
 
 def test_a_wait_is_filled_with_later_work():
