@@ -28,7 +28,7 @@ from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.step import StepReport
 from torch_ext_bucketing.step import matrix
-from torch_ext_bucketing.step.matrix import ADD, ORTHOGONALIZE, SEND
+from torch_ext_bucketing.step.matrix_operators import ADD, ORTHOGONALIZE, SEND
 from torch_ext_bucketing.step.stacked_muon import StackedMuon
 from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import digest

@@ -18,7 +18,7 @@ from torch_ext_bucketing.graph.tags import updates_of
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.step import StepReport
-from torch_ext_bucketing.step.matrix import ORTHOGONALIZE
+from torch_ext_bucketing.step.matrix_operators import ORTHOGONALIZE
 from torch_ext_bucketing.step.rules import BY_NAME, RULES, UPDATE, one_by_one
 
 NUMEL = 1 << 14
