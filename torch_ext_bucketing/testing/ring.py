@@ -347,11 +347,11 @@ def ring_rank(
         topology=topology,
         timeout=rank.timeout,
     )
-    try:
-        yield
-        dist.barrier()  # no rank leaves while others still send to it
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.barrier()  # no rank leaves while others still send to it
+    # Not in `finally`: peers of a rank that fails would see a closed connection before that rank
+    # has reported its exception, and be taken for the cause.
+    dist.destroy_process_group()
 
 
 def on_ranks(
