@@ -782,6 +782,16 @@ def on_network(level: Level) -> Machine:
 TIGHT = [Overlap(), PeakMemory(ratio=1.1)]
 
 
+@pytest.mark.parametrize("policies", [[Overlap()], TIGHT], ids=["unbounded", "bounded"])
+def test_slack_costs_no_memory(policies):
+    graph = uneven_training(14).graph
+    model = model_of(graph, on_network(Level(12e6, 1.0)))
+    report, order, _ = schedule_model(model, policies, peak_bytes(graph))
+    assert report.chosen.endswith(", with slack")
+    equal = [peak for _, ms, peak in report.alternatives if ms == pytest.approx(report.step_ms[1])]
+    assert Timeline.of(model, order).peak_bytes <= min(equal)
+
+
 @pytest.mark.once
 @pytest.mark.usefixtures("few_caps")
 @pytest.mark.parametrize("level", [Level(6e6, 2.0), Level(3e6, 4.0)], ids=["fast", "slow"])

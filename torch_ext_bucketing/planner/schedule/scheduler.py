@@ -6,8 +6,8 @@ Each candidate order is made in one pass (:mod:`.list_schedule`) and timed on th
 (:mod:`.timeline`). The fastest order that keeps the bounds is chosen, else the one that misses them
 least, with a warning. An order that is faster, but misses the bounds, is made again with a tighter
 limit on memory. The graph's own order is always a candidate, so the estimate never gets worse. Of
-orders with equal steps, one made for slower communication is taken: it loses less where times are
-wrong. An exception leaves the graph unchanged, with a warning.
+orders with equal steps, one made for slower communication is taken, unless it needs more memory: it
+loses less where times are wrong. An exception leaves the graph unchanged, with a warning.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def schedule_within(
     else:  # no policy is for speed: the order changes only if it misses a bound
         best = min(tries, key=lambda t: t.misses)
     if best.free is not None and wanted and final and not quick:
-        best = _with_slack(model, best, misses)
+        best = _with_slack(model, best, misses, reference)
         tries.append(best)
     reached = best.timeline
     if reached.step_ms > at_most_ms:
@@ -359,20 +359,26 @@ def schedule_within(
     return Scheduled(report, reached.order, sort)
 
 
-def _with_slack(model: Model, best: _Try, misses: Callable[[Timeline], float]) -> _Try:
+def _with_slack(
+    model: Model, best: _Try, misses: Callable[[Timeline], float], reference: int
+) -> _Try:
     """Return an order made for slower communication, if it is as good by the given times."""
     # Many orders take the same time. Where times are wrong, the one loses least whose collectives
-    # have room to take longer.
+    # have room to take longer. That is not worth memory.
     assert best.options is not None
+    most = max(best.timeline.peak_bytes, reference)
     slower = replace(
         model,
         ms=[ms if g is None else _SLOWER * ms for g, ms in zip(model.group, model.ms, strict=True)],
     )
-    line = Timeline.of(model, list_schedule(slower, best.options))
-    made = _Try(f"{best.name}, with slack", line, misses, best.options, best.free)
-    as_good = made.misses <= best.misses and line.step_ms <= ROUNDING * best.timeline.step_ms
-    gains = step_ms(slower, line.order) < step_ms(slower, best.timeline.order)
-    return made if as_good and gains else best
+    for options in (best.options, best.options.tightened(limit_bytes=most)):
+        line = Timeline.of(model, list_schedule(slower, options))
+        made = _Try(f"{best.name}, with slack", line, misses, options, best.free)
+        gains = step_ms(slower, line.order) < step_ms(slower, best.timeline.order)
+        as_short = line.step_ms <= ROUNDING * best.timeline.step_ms and line.peak_bytes <= most
+        if _rank(made) < _rank(best) or (gains and as_short and made.misses <= best.misses):
+            return made
+    return best
 
 
 def _tightened(
