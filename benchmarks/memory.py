@@ -15,8 +15,9 @@ again, scheduled without a bound; and what torch's own partitioner saves for som
 With ``--to`` it may also gather again in that group, if the parameters are sharded over several,
 and is compared with the choice without, under bounds in parts of the peak with nothing kept.
 ``--host-gib`` compares choices with and without host memory under bounds from nine tenths of the
-least peak to that with all saved, and all activations parked without a bound. It fails if one with
-host memory is longer, exceeds a bound that the other keeps, or parks more than it may.
+least peak to that with all saved, and under the peaks of fixed choices: all computed again, all
+parked, all but the last block's parked. It fails if one with host memory is longer, exceeds a bound
+that the other keeps, or parks more than it may.
 Steps are those of forward and backward, scheduled with one bucket per unit, on the default
 machine's H100s; planning is CPU time over that of ``BucketAndSchedule``.
 """
@@ -172,12 +173,13 @@ def with_host(name: str, layers: int | None, host_bytes: int) -> dict[str, Any]:
     known = sharded.planner(machine, activations=True)
     least = known.choose(0).peak_bytes
     most = known.scheduled(known.candidates, _UNBOUNDED).peak_bytes
-    units = known.partitioned.keepables
-    saved = [k for k in known.candidates if not units[k].starts]
-    parked = known.scheduled(saved, _UNBOUNDED, [*known.partitioned.could_park(saved)])
+    bounds = {
+        "0.9 of the least peak": int(0.9 * least),
+        **{f"{k}/4": least + (most - least) * k // 4 for k in range(4)},
+    }
+    fixed = ways_by_hand(known)
     rows = []
-    for part in (-1, 0, 1, 2, 3):
-        bound = int(0.9 * least) if part < 0 else least + (most - least) * part // 4
+    for way, bound in (bounds | {way: one.peak_bytes for way, one in fixed.items()}).items():
         outcomes, seconds = list[Outcome](), list[float]()
         for host in (0, host_bytes):
             clock = time.process_time()
@@ -185,29 +187,53 @@ def with_host(name: str, layers: int | None, host_bytes: int) -> dict[str, Any]:
             outcomes.append(planner.choose(bound))
             seconds.append(time.process_time() - clock)
         without, chosen = outcomes
-        worse = without < chosen or chosen.host_bytes > host_bytes
-        row = {"bound_gib": bound / GIB, "host_gib": chosen.host_bytes / GIB, "worse": worse}
-        row |= {"planning": seconds[1] / seconds[0]}
-        for way, outcome in (("without", without), ("with", chosen)):
-            row |= {f"{way}_ms": outcome.step_ms, f"{way}_gib": outcome.peak_bytes / GIB}
+        row = {"way": way, "bound_gib": bound / GIB, "planning": seconds[1] / seconds[0]}
+        row["worse"] = without < chosen or chosen.host_bytes > host_bytes
+        for key, one in (("by_hand", fixed.get(way)), ("without", without), ("with", chosen)):
+            if one is not None:
+                row |= {f"{key}_ms": one.step_ms, f"{key}_gib": one.peak_bytes / GIB}
+                row[f"{key}_host_gib"] = one.host_bytes / GIB
         rows.append(row)
-    all_parked = {"ms": parked.step_ms, "gib": parked.peak_bytes / GIB}
-    all_parked["host_gib"] = parked.host_bytes / GIB
-    return {"model": name, "all_parked": all_parked, "rows": rows}
+    return {"model": name, "rows": rows}
+
+
+def ways_by_hand(known: KeepPlanner) -> dict[str, Outcome]:
+    """Schedule fixed choices with host memory, and all computed again, without a bound.
+
+    The third one parks what torchtitan's graph trainer does: all but the last block's
+    (``cpu_offload.py:tag_all_offloadable_activations``). Its rules for the order, a layer ahead
+    and a layer late, are left to the schedule.
+    """
+    units, partitioned = known.partitioned.keepables, known.partitioned
+    saved = [k for k in known.candidates if not units[k].starts]
+    last = max(_block(units[k].name) for k in saved)
+    rest = [k for k in saved if _block(units[k].name) != last]
+    without = {*partitioned.could_park(saved)} - {*partitioned.could_park(rest)}
+    parked = [*partitioned.could_park(saved)]
+    return {
+        "all computed again": known.scheduled((), _UNBOUNDED),
+        "all parked": known.scheduled(saved, _UNBOUNDED, parked),
+        "all but the last block's parked": known.scheduled(
+            saved, _UNBOUNDED, [s for s in parked if s not in without]
+        ),
+    }
+
+
+def _block(name: str) -> tuple[int, ...]:
+    """Return the first number of a name."""
+    return tuple(map(int, re.findall(r"\d+", name)[:1]))
 
 
 def table_with_host(found: Sequence[dict[str, Any]]) -> str:
-    """Render one line per bound, and one for all activations parked."""
-    lines = [
-        ["model", "bound, GiB", "ms", "GiB", "with host memory, ms", "GiB", "parked", "planning"]
-    ]
+    """Render one line per bound."""
+    keys = [f"{way}_{unit}" for way in ("by_hand", "without", "with") for unit in ("ms", "gib")]
+    keys = ["bound_gib", keys[0], "by_hand_host_gib", *keys[2:], "with_host_gib", "planning"]
+    heads = ["model", "bound: peak of", "GiB", "by hand, ms", "parked", "without, ms", "GiB"]
+    lines = [[*heads, "with host memory, ms", "GiB", "parked", "planning"]]
     for one in found:
         for row in one["rows"]:
-            figures = [row[key] for key in ("bound_gib", "without_ms", "without_gib", "with_ms")]
-            figures += [row[key] for key in ("with_gib", "host_gib", "planning")]
-            lines.append([one["model"], *(f"{figure:.2f}" for figure in figures)])
-        parked = (f"{one['all_parked'][key]:.2f}" for key in ("ms", "gib", "host_gib"))
-        lines.append([one["model"], "all parked", "", "", *parked, ""])
+            figures = (f"{row[key]:.2f}" if key in row else "" for key in keys)
+            lines.append([one["model"], row["way"], *figures])
     return columns(lines)
 
 

@@ -136,12 +136,18 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
 
 
 def random_planner(
-    seed: int, units: int, activations: bool = False, to: int = 0, more: int = 4
+    seed: int,
+    units: int,
+    activations: bool = False,
+    to: int = 0,
+    more: int = 4,
+    link: float = 0.0,
 ) -> KeepPlanner:
     """Return the planner for a :func:`random_joint`, which with ``activations`` chooses these, too.
 
     With ``to``, the job has twice as many ranks, and backward may gather in a group of that size,
-    whose network is ``more`` times as fast. 0: a job of two ranks.
+    whose network is ``more`` times as fast. 0: a job of two ranks. With ``link``, activations may be
+    parked in host memory: forward's products take ``link`` times as long as copying their results.
     """
     graph, machine = random_joint(seed, units, 2 * max(1, to))
     smaller = None
@@ -152,7 +158,15 @@ def random_planner(
         fast = replace(network, bandwidth=network.bandwidth * more)
         machine = replace(machine, ranks_per_node=to, intra=fast)
         smaller = what_fits(parameter_chains(graph), group)
+    if link:
+        products = [
+            n
+            for n in graph.find_nodes(op="call_function", target=_aten.mm.default)
+            if n.meta["partitioner_tag"] == "is_forward"
+        ]
+        seconds = sum(map(Costs(machine), products)) / 1e3
+        nbytes = sum(n.meta["val"].nbytes for n in products)
+        machine = replace(machine, host_bandwidth=link * nbytes / seconds)
     costs = Costs(machine)
-    return KeepPlanner(
-        PartitionedModel(graph, costs, BLOCKS, activations=activations, smaller=smaller)
-    )
+    partitioned = PartitionedModel(graph, costs, BLOCKS, activations=activations, smaller=smaller)
+    return KeepPlanner(partitioned, host_bytes=2**40 if link else 0)

@@ -1,10 +1,12 @@
 """Test the third choice for activations: to park them in host memory."""
 
+import itertools
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
+from random_joint import random_planner
 from sharded_models import Keep, eager_fsdp2, small_transformer, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
 from two_pools import TwoPools
@@ -132,6 +134,36 @@ def test_host_memory_is_used_where_it_helps_and_within_its_bound(fake_world):
             assert bool(without.above) == (share < 0)
     assert found[-0.2, 2**30][2].peak_bytes < found[-0.2, 2**30][1].peak_bytes
     assert any(c.step_ms < w.step_ms and not c.above for _, w, c in found.values())
+
+
+@pytest.mark.once
+def test_choices_are_near_the_best_of_all(fake_world):
+    """Compare with every possible choice, each scheduled."""
+    worse, helped = 0, 0
+    for seed in range(4, 34):
+        rng = random.Random(seed)
+        planner = random_planner(seed, 2, activations=True, link=rng.choice((0.25, 0.5, 1, 2, 4)))
+        everything = planner.scheduled(planner.candidates, 2**60)
+        low, high = planner.reference_bytes, everything.peak_bytes
+        limit = int(low + rng.uniform(-0.2, 1.0) * (high - low))
+        choices = [
+            planner.scheduled(kept, limit, parked)
+            for kept in subsets(planner.candidates)
+            for parked in subsets(planner.partitioned.could_park(kept))
+        ]
+        best, chosen = min(choices), planner.choose(limit)
+        worse += chosen.above > best.above or chosen.step_ms > 1.02 * best.step_ms
+        without = KeepPlanner(planner.partitioned).choose(limit)
+        assert not without < chosen
+        helped += chosen.step_ms < 0.98 * without.step_ms
+    assert not worse
+    assert helped > 5
+
+
+def subsets(given):
+    return itertools.chain.from_iterable(
+        itertools.combinations(given, n) for n in range(len(given) + 1)
+    )
 
 
 def test_bad_arguments(fake_world):

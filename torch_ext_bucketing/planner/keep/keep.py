@@ -23,7 +23,7 @@ from __future__ import annotations
 import bisect
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -152,7 +152,7 @@ class KeepPlanner:
             best = self._choose(limit, self._rankings)
             if self.partitioned.parts:  # a further choice never makes the step longer
                 best = min(best, self._choose(limit, self._with_parts))
-            return min([best, *self._with_parked(best, limit)])
+            return self._with_parked(best, limit)
 
     def scheduled(self, kept: Collection[int], limit: int, parked: Collection[int] = ()) -> Outcome:
         """Schedule both halves with a choice under a bound in bytes, once.
@@ -210,9 +210,13 @@ class KeepPlanner:
 
     # --- the search ------------------------------------------------------------------------------
 
-    def _choose(self, limit: int, rankings: Sequence[Sequence[int]]) -> Outcome:
+    def _most(self) -> int:
+        """Return how many choices to schedule."""
         nodes = _SMALL_NODES if self._size <= _SMALL else _NODES
-        left = most = max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
+        return max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
+
+    def _choose(self, limit: int, rankings: Sequence[Sequence[int]]) -> Outcome:
+        left = most = self._most()
         # Fill the bound; leave room for one more gather; and fill more than the bound, since
         # another order may need less memory than the graph's.
         rooms = [limit, limit - self._largest, limit + self._largest][:most]
@@ -225,32 +229,61 @@ class KeepPlanner:
         seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
         best = min(seen.values())
-        unexplored = dict(seen) if most > _FEW else {}
+        if most == _FEW:
+            return min(seen.values())
+
+        def near(here: Outcome) -> Iterator[tuple[_Set, _Set]]:
+            found = self._near(here.kept, limit + self._largest, rankings[0])
+            return ((kept, frozenset()) for kept in found)
+
+        return self._descend(seen.values(), limit, left, near)
+
+    def _descend(
+        self,
+        firsts: Iterable[Outcome],
+        limit: int,
+        left: int,
+        near: Callable[[Outcome], Iterable[tuple[_Set, _Set]]],
+    ) -> Outcome:
+        """Schedule neighbours of the best choices, ``left`` at most; return the best one."""
+        seen = {(one.kept, one.parked): one for one in firsts}
+        best, unexplored = min(seen.values()), dict(seen)
         while unexplored:
             here = min(unexplored.values())
-            for kept in self._near(here.kept, limit + self._largest, rankings[0]):
-                if kept in seen:
+            for key in near(here):
+                if key in seen:
                     continue
                 if left <= 0:
                     return best
                 left -= 1
-                seen[kept] = unexplored[kept] = self.scheduled(kept, limit)
-                if seen[kept] < best:
-                    best = seen[kept]
+                kept, parked = key
+                seen[key] = unexplored[key] = self.scheduled(kept, limit, parked)
+                if seen[key] < best:
+                    best = seen[key]
                     break
             else:
-                del unexplored[here.kept]
+                del unexplored[here.kept, here.parked]
         return best
 
-    def _with_parked(self, best: Outcome, limit: int) -> Iterator[Outcome]:
-        """Yield choices with activations in host memory, if that may help.
+    def _with_parked(self, best: Outcome, limit: int) -> Outcome:
+        """Return a better choice with activations in host memory, if one is found."""
+        if not self._host_bytes:
+            return best
+        firsts = [best]
+        if best.above or not best.kept.issuperset(self.candidates):
+            firsts += self._first_parked(best, limit)
+        left = self._most() // 2
+        if left <= _FEW:
+            return min(firsts)
+        return self._descend(firsts, limit, left, self._near_parked)
+
+    def _first_parked(self, best: Outcome, limit: int) -> Iterator[Outcome]:
+        """Yield the first choices with activations in host memory.
 
         What is parked was made first, so that it is away for longest. Its bytes are room for other
         activations to be kept. It is as much as the link copies in forward's time, or as is missing
         to keep all, or a part of that.
         """
-        if not self._host_bytes or (best.kept.issuperset(self.candidates) and not best.above):
-            return
         costs, forward = self.partitioned.costs, self.partitioned.forward
         size = forward.liveness.size
         most = sum(size[s] for s in self.partitioned.could_park(self.candidates))
@@ -282,6 +315,21 @@ class KeepPlanner:
                 if not found.above or room < limit + nbytes:
                     break
                 room -= found.above  # not all of it is away at the peak
+
+    def _near_parked(self, here: Outcome) -> Iterator[tuple[_Set, _Set]]:
+        """Yield choices that park, keep, or make again one more activation, or one less."""
+        size = self.partitioned.forward.liveness.size
+        there = self.partitioned.could_park(here.kept)
+        near = [(here.kept, here.parked ^ {s}) for s in there]
+        near.append((here.kept, frozenset(there)))
+        for k in self.candidates:
+            kept = self._distinct(here.kept ^ {k})
+            could = frozenset(self.partitioned.could_park(kept))
+            near.append((kept, here.parked & could))
+            near += [(kept, near[-1][1] | {s}) for s in could.difference(there)]
+        for kept, parked in near:
+            if sum(pinned_bytes(size[s]) for s in parked) <= self._host_bytes:
+                yield kept, parked
 
     def _worth(self, k: int) -> tuple[float, int]:
         """Return the time of a unit's gathers per byte and time held."""
