@@ -39,8 +39,7 @@ from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.planner.cost.devices import job_machine
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner, Outcome
-from torch_ext_bucketing.planner.keep.partitioned import Smaller
-from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
+from torch_ext_bucketing.rewrites.reshard_to import Smaller, make_smaller_group, what_fits
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, add_number, matching, parser_of, write_json

@@ -15,28 +15,23 @@ and nodes that only they read. Its storages are live from forward to their last 
 Without ``activations=True`` all activations are taken to be saved, although Inductor's partitioner
 recomputes some.
 
-A unit can also be kept in part: each rank keeps what backward gathers in a smaller group
-(:mod:`.rewrites.reshard_to`). This part is a keepable of its own::
-
-    whole again   w -> pack -> gather(all) -> wait -> copies           holds nothing
-    in part       part -> pack -> gather(smaller) -> wait -> copies    holds the part
+A unit can also be kept in part (:mod:`.parts`). This part is a keepable of its own.
 """
 
 from __future__ import annotations
 
 import itertools
-import posixpath
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
 
 from ..._torch import aot as _aot
 from ...bucketing.plan import BucketPlanner, checked_plan
-from ...bucketing.units import ByUnit, unit_of
-from ...fsdp.chains import parameter_chains, read_in_forward
+from ...bucketing.units import ByUnit
+from ...fsdp.chains import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import is_collective, is_number, is_wait
@@ -50,50 +45,9 @@ from ..cost.fusion import is_fused
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
 from .activations import Activations
+from .keepables import Keepable, keepable_units
 from .parked import with_copies
-
-
-@dataclass(frozen=True)
-class Keepable:
-    """A unit's parameters, a part of them, or a group of activations: kept or recomputed together.
-
-    Args:
-        name: name for reports.
-        starts: all-gathers in the joint graph; empty for activations.
-        chains: nodes from the parameters to the last view or copy of the gathered values; or the
-            activations.
-        fqns: parameters that backward reads; empty if keeping this saves nothing.
-        nbytes: bytes held if this is kept.
-        held: storages held if this is kept.
-        whole: for a part, the index of the keepable with the whole parameters; else -1.
-    """
-
-    name: str
-    starts: tuple[fx.Node, ...]
-    chains: tuple[fx.Node, ...]
-    fqns: tuple[str, ...] = ()
-    nbytes: int = 0
-    held: tuple[int, ...] = ()
-    whole: int = -1
-
-
-@dataclass(frozen=True)
-class Part:
-    """The changes in both halves if a part is kept.
-
-    Args:
-        made: by held storage, the place in forward of the wait after which it is allocated.
-        read: by held storage, the last place in backward that reads it.
-        copy_ms: by place in forward, milliseconds of the copies made there.
-        changes: by place in backward, the changed fields of its :class:`.Row`.
-        more: by place of a pack in backward, additional bytes that it allocates.
-    """
-
-    made: dict[int, int] = field(default_factory=dict)
-    read: dict[int, int] = field(default_factory=dict)
-    copy_ms: dict[int, float] = field(default_factory=dict)
-    changes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    more: dict[int, int] = field(default_factory=dict)
+from .parts import Part, with_parts
 
 
 @dataclass(frozen=True)
@@ -115,16 +69,6 @@ class Stay:
     def changes(self) -> dict[int, dict[str, Any]]:
         """Return the changed fields of rows in backward, by place."""
         return {i: row for part in self.parts for i, row in part.changes.items()}
-
-
-def unit_name(fqns: Sequence[str]) -> str:
-    """Return a unit's name for reports: the common prefix of its FQNs, or the first modules."""
-    name = posixpath.commonpath([f.replace(".", "/") for f in fqns] or [""]).replace("/", ".")
-    if name:
-        return name
-    modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
-    named = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
-    return named or "the root"
 
 
 class PartitionedModel:
@@ -168,7 +112,7 @@ class PartitionedModel:
         analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
         joint = model_of(analysis, costs)
         chains = parameter_chains(graph)
-        keepables = _units(chains, units)
+        keepables = keepable_units(chains, units)
         again = {n for chain in chains.values() for n in chain}
         self.activations: Activations | None = None
         if activations:
@@ -218,77 +162,11 @@ class PartitionedModel:
         self.keepables = [self._with_bytes(one, mine) for one, mine in held]
         self.parts: dict[int, Part] = {}
         if smaller is not None:
-            self._add_parts(smaller)
+            halves = self.forward, self.backward
+            halves, more, self.parts = with_parts(*halves, self.keepables, costs, smaller)
+            self.forward, self.backward = halves
+            self.keepables += more
         self.seconds = time.perf_counter() - clock
-
-    def _add_parts(self, smaller: Smaller) -> None:
-        """Add a part of each unit with buckets that can be gathered in ``smaller``."""
-        forward, backward, costs = self.forward, self.backward, self.costs
-        live, nodes = backward.liveness, backward.dependencies.nodes
-        owner = {n: k for k, one in enumerate(self.keepables) if one.held for n in one.starts}
-        made: dict[fx.Node, int] = {}
-        for i, start in enumerate(forward.start_of):
-            if start >= 0:
-                first = forward.dependencies.nodes[start]
-                made.update(dict.fromkeys(forward.members.get(start, (first,)), i))
-        wait_of = {start: i for i, start in enumerate(backward.start_of)}
-        size = [*live.size, *[0] * max(0, len(forward.liveness.size) - len(live.size))]
-
-        def storage(nbytes: int) -> int:
-            size.append(nbytes)
-            return len(size) - 1
-
-        found: dict[int, list[tuple[int, tuple[fx.Node, ...]]]] = {}
-        for place, node in enumerate(nodes):
-            members = backward.members.get(place, (node,))
-            fits = all(m in made and m in smaller.starts for m in members)
-            if node in owner and backward.group[place] is not None and fits:
-                found.setdefault(owner[node], []).append((place, members))
-        for k, buckets in sorted(found.items()):
-            part, held = Part(), list[int]()
-            for place, members in buckets:
-                packs = [j for j in backward.dependencies.needs[place] if nodes[j] is members[0]]
-                mine = []
-                for member in members:
-                    nbytes = costs.result_bytes(member) // smaller.ranks
-                    mine.append(s := storage(nbytes))
-                    part.made[s] = made[member]
-                    part.read[s] = packs[0] if packs else wait_of[place]
-                    copy_ms = part.copy_ms.get(made[member], 0.0)
-                    part.copy_ms[made[member]] = copy_ms + costs.copy(nbytes)
-                given = sum(size[s] for s in mine)
-                moved = given * (1 + smaller.ranks)
-                ms = costs.as_kind("all_gather", members[0], moved, smaller.group)
-                part.changes[place] = {"ms": ms, "group": smaller.group}
-                if packs:
-                    buffer, before = live.allocates[packs[0]]
-                    part.more[packs[0]] = given - size[before]
-                    new = buffer, storage(given)
-                    ms = costs.pack(given, given)
-                    row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
-                    part.changes[packs[0]] = row
-                else:
-                    both = {"touches": (*live.allocates[place], *mine)}
-                    part.changes[place].update(both)
-                    part.changes[wait_of[place]] = both
-                held += mine
-            whole = self.keepables[k]
-            starts = tuple(m for _, members in buckets for m in members)
-            fqns = tuple(f for n in starts if (tag := tag_of(n)) is not None for f in tag.fqns)
-            name = f"{whole.name} over {smaller.ranks} ranks"
-            nbytes = sum(size[s] for s in held)
-            self.parts[len(self.keepables)] = part
-            self.keepables.append(Keepable(name, starts, (), fqns, nbytes, tuple(held), k))
-        groups = [*filter(None, backward.group), smaller.group]
-        self.backward = replace(
-            backward,
-            liveness=Storages(size, live.allocates, live.touches, live.kept, live.at_start),
-            shared=costs.shared_levels(groups),
-        )
-        first = forward.liveness
-        size = [*first.size, *size[len(first.size) :]]
-        stays = Storages(size, first.allocates, first.touches, first.kept, first.at_start)
-        self.forward = replace(forward, liveness=stays)
 
     def _held(self) -> list[tuple[int, ...]]:
         """Return, by keepable, the storages that its nodes allocate and others read in backward."""
@@ -555,23 +433,6 @@ class _Split:
 
 def _has_effects(node: fx.Node) -> bool:
     return not is_collective(node) and not is_wait(node) and node.is_impure()
-
-
-def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Keepable]:
-    starts: dict[int, list[fx.Node]] = {}
-    for start in read_in_forward(chains):
-        tag = tag_of(start)
-        number, *_ = unit_of(() if tag is None else tag.fqns, units)
-        if number is not None:
-            starts.setdefault(number, []).append(start)
-    return [
-        Keepable(
-            unit_name(units.units[number]),
-            tuple(mine),
-            tuple(dict.fromkeys(n for start in mine for n in chains[start])),
-        )
-        for number, mine in sorted(starts.items())
-    ]
 
 
 def _merged(model: Model, planner: BucketPlanner, costs: Costs, rank_order: bool) -> Model:

@@ -1,0 +1,66 @@
+"""What can be kept from forward to backward."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from ...bucketing.units import unit_of
+from ...fsdp.chains import read_in_forward
+from ...fsdp.units import Units
+from ...graph.tags import tag_of
+
+
+@dataclass(frozen=True)
+class Keepable:
+    """A unit's parameters, a part of them, or a group of activations: kept or recomputed together.
+
+    Args:
+        name: name for reports.
+        starts: all-gathers in the joint graph; empty for activations.
+        chains: nodes from the parameters to the last view or copy of the gathered values; or the
+            activations.
+        fqns: parameters that backward reads; empty if keeping this saves nothing.
+        nbytes: bytes held if this is kept.
+        held: storages held if this is kept.
+        whole: for a part, the index of the keepable with the whole parameters; else -1.
+    """
+
+    name: str
+    starts: tuple[fx.Node, ...]
+    chains: tuple[fx.Node, ...]
+    fqns: tuple[str, ...] = ()
+    nbytes: int = 0
+    held: tuple[int, ...] = ()
+    whole: int = -1
+
+
+def unit_name(fqns: Sequence[str]) -> str:
+    """Return a unit's name for reports: the common prefix of its FQNs, or the first modules."""
+    name = posixpath.commonpath([f.replace(".", "/") for f in fqns] or [""]).replace("/", ".")
+    if name:
+        return name
+    modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
+    named = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
+    return named or "the root"
+
+
+def keepable_units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Keepable]:
+    """List the units whose parameters forward reads."""
+    starts: dict[int, list[fx.Node]] = {}
+    for start in read_in_forward(chains):
+        tag = tag_of(start)
+        number, *_ = unit_of(() if tag is None else tag.fqns, units)
+        if number is not None:
+            starts.setdefault(number, []).append(start)
+    return [
+        Keepable(
+            unit_name(units.units[number]),
+            tuple(mine),
+            tuple(dict.fromkeys(n for start in mine for n in chains[start])),
+        )
+        for number, mine in sorted(starts.items())
+    ]

@@ -1,0 +1,118 @@
+"""Add to the models of a joint graph what a unit kept in part changes.
+
+Each rank keeps what backward gathers in a smaller group (:mod:`.rewrites.reshard_to`)::
+
+    whole again   w -> pack -> gather(all) -> wait -> copies           holds nothing
+    in part       part -> pack -> gather(smaller) -> wait -> copies    holds the part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.fx as fx
+
+from ...graph.liveness import Storages
+from ...graph.tags import tag_of
+from ...rewrites.reshard_to import Smaller
+from ..cost.cost import Costs
+from ..schedule.model import Model
+from .keepables import Keepable
+
+
+@dataclass(frozen=True)
+class Part:
+    """The changes in both halves if a part is kept.
+
+    Args:
+        made: by held storage, the place in forward of the wait after which it is allocated.
+        read: by held storage, the last place in backward that reads it.
+        copy_ms: by place in forward, milliseconds of the copies made there.
+        changes: by place in backward, the changed fields of its :class:`.Row`.
+        more: by place of a pack in backward, additional bytes that it allocates.
+    """
+
+    made: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
+    copy_ms: dict[int, float] = field(default_factory=dict)
+    changes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    more: dict[int, int] = field(default_factory=dict)
+
+
+def with_parts(
+    forward: Model, backward: Model, keepables: Sequence[Keepable], costs: Costs, smaller: Smaller
+) -> tuple[tuple[Model, Model], list[Keepable], dict[int, Part]]:
+    """Make a part of each unit with buckets that can be gathered in ``smaller``.
+
+    Returns:
+        Models of both halves with the parts' storages; the parts, to be appended to ``keepables``;
+        and by their future indices what keeping one changes.
+    """
+    live, nodes = backward.liveness, backward.dependencies.nodes
+    owner = {n: k for k, one in enumerate(keepables) if one.held for n in one.starts}
+    made: dict[fx.Node, int] = {}
+    for i, start in enumerate(forward.start_of):
+        if start >= 0:
+            first = forward.dependencies.nodes[start]
+            made.update(dict.fromkeys(forward.members.get(start, (first,)), i))
+    wait_of = {start: i for i, start in enumerate(backward.start_of)}
+    size = [*live.size, *[0] * max(0, len(forward.liveness.size) - len(live.size))]
+
+    def storage(nbytes: int) -> int:
+        size.append(nbytes)
+        return len(size) - 1
+
+    found: dict[int, list[tuple[int, tuple[fx.Node, ...]]]] = {}
+    for place, node in enumerate(nodes):
+        members = backward.members.get(place, (node,))
+        fits = all(m in made and m in smaller.starts for m in members)
+        if node in owner and backward.group[place] is not None and fits:
+            found.setdefault(owner[node], []).append((place, members))
+    made_parts, parts = list[Keepable](), dict[int, Part]()
+    for k, buckets in sorted(found.items()):
+        part, held = Part(), list[int]()
+        for place, members in buckets:
+            packs = [j for j in backward.dependencies.needs[place] if nodes[j] is members[0]]
+            mine = []
+            for member in members:
+                nbytes = costs.result_bytes(member) // smaller.ranks
+                mine.append(s := storage(nbytes))
+                part.made[s] = made[member]
+                part.read[s] = packs[0] if packs else wait_of[place]
+                copy_ms = part.copy_ms.get(made[member], 0.0)
+                part.copy_ms[made[member]] = copy_ms + costs.copy(nbytes)
+            given = sum(size[s] for s in mine)
+            moved = given * (1 + smaller.ranks)
+            ms = costs.as_kind("all_gather", members[0], moved, smaller.group)
+            part.changes[place] = {"ms": ms, "group": smaller.group}
+            if packs:
+                buffer, before = live.allocates[packs[0]]
+                part.more[packs[0]] = given - size[before]
+                new = buffer, storage(given)
+                ms = costs.pack(given, given)
+                row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
+                part.changes[packs[0]] = row
+            else:
+                both = {"touches": (*live.allocates[place], *mine)}
+                part.changes[place].update(both)
+                part.changes[wait_of[place]] = both
+            held += mine
+        whole = keepables[k]
+        starts = tuple(m for _, members in buckets for m in members)
+        fqns = tuple(f for n in starts if (tag := tag_of(n)) is not None for f in tag.fqns)
+        name = f"{whole.name} over {smaller.ranks} ranks"
+        nbytes = sum(size[s] for s in held)
+        parts[len(keepables) + len(parts)] = part
+        made_parts.append(Keepable(name, starts, (), fqns, nbytes, tuple(held), k))
+    groups = [*filter(None, backward.group), smaller.group]
+    backward = replace(
+        backward,
+        liveness=Storages(size, live.allocates, live.touches, live.kept, live.at_start),
+        shared=costs.shared_levels(groups),
+    )
+    first = forward.liveness
+    size = [*first.size, *size[len(first.size) :]]
+    stays = Storages(size, first.allocates, first.touches, first.kept, first.at_start)
+    return (replace(forward, liveness=stays), backward), made_parts, parts
