@@ -240,6 +240,7 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
     call = "ReshardAfterForward(reshard_after_forward='auto', memory=PeakMemory(gib=1.0, host"
     assert call in said
     assert "in host memory: 0 activations, 0 B, of 2.0 GiB allowed" in said
+    assert re.search(r"activations of +on the device +on the host +computed again\n", said)
     assert re.search(r"kept from forward to backward: \d of \d units and [1-9] of [1-9]", said)
     assert file.read_bytes().startswith(b"\x89PNG")
     height = int.from_bytes(file.read_bytes()[20:24], "big")

@@ -123,6 +123,10 @@ def test_host_memory_is_used_where_it_helps_and_within_its_bound(fake_world):
                 _, report = planner.report(limit)
                 assert report.host_bytes == found[share, host][2].host_bytes
                 assert "in host memory: " in report.to_text()
+                size = partitioned.forward.liveness.size
+                there = sum(size[s] for s in found[share, host][2].parked)
+                assert sum(b.on_host for b in report.blocks) == there
+                assert {b.name for b in report.blocks} >= {"blocks.0", "blocks.1"}
 
     compiled(OnJoint(choose), dim=512)
     for (share, host), (limit, without, chosen) in found.items():

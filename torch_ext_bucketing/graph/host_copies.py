@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from .collectives import started_by
 
-TO_HOST, FROM_HOST = "to host", "from host"
+TO_HOST, FROM_HOST = HOST_STREAMS = "to host", "from host"
 """The streams of the copies, in the place of a process group's name."""
 _STREAMS = {"offload": TO_HOST, "reload": FROM_HOST}
 

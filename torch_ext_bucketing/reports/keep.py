@@ -34,6 +34,23 @@ class KeptUnit:
 
 
 @dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of the activations of a block that backward reads, by where it finds them.
+
+    Args:
+        name: the unit's whose parameters the block reads.
+        on_device: saved in the device's memory.
+        on_host: parked in host memory.
+        again: computed again.
+    """
+
+    name: str
+    on_device: int
+    on_host: int
+    again: int
+
+
+@dataclass(frozen=True)
 class KeepReport(Report):
     """The choice of ``ReshardAfterForward("auto")`` for one graph.
 
@@ -54,6 +71,7 @@ class KeepReport(Report):
         host_bound_bytes: bound on activations in host memory; 0: none may be there.
         host_bytes: pinned memory that these take.
         parked: number of these.
+        blocks: activations by block, in forward's order.
         warning: why nothing is kept, or why the bound is missed.
         size_hints: values taken for sizes that depend on data.
         machine: the machine of the cost model, and its ranks per node.
@@ -78,6 +96,7 @@ class KeepReport(Report):
     host_bound_bytes: int = 0
     host_bytes: int = 0
     parked: int = 0
+    blocks: tuple[BlockBytes, ...] = ()
     warning: str = ""
     size_hints: str = ""
     machine: str = ""
@@ -109,6 +128,7 @@ class KeepReport(Report):
         if self.host_bound_bytes:
             held, bound = size_text(self.host_bytes), size_text(self.host_bound_bytes)
             lines.append(f"  in host memory: {self.parked} activations, {held}, of {bound} allowed")
+            lines += [f"  {line}" for line in table(_BLOCK, self.blocks, right=(1, 2, 3))]
         if self.measured_bytes:
             expected = self.peak_bytes[1] + self.state_bytes
             lines.append(
@@ -139,4 +159,10 @@ _UNIT: dict[str, Callable[[KeptUnit], object]] = {
     "again, ms": lambda u: f"{u.gather_ms:.3f}",
     "saves, ms": lambda u: f"{u.saved_ms:.3f}",
     "parameters": lambda u: u.parameters,
+}
+_BLOCK: dict[str, Callable[[BlockBytes], object]] = {
+    "activations of": lambda b: b.name,
+    "on the device": lambda b: size_text(b.on_device),
+    "on the host": lambda b: size_text(b.on_host),
+    "computed again": lambda b: size_text(b.again),
 }

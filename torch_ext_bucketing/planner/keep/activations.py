@@ -93,6 +93,10 @@ class Activations:
         for node in self._nodes:
             self._sort(node)
 
+    def stretch_of(self, node: fx.Node) -> str | None:
+        """Return the name of a node's stretch; None: it is not an activation."""
+        return self._stretch[node].name if node in self._stretch else None
+
     def _find_stretches(self, unit_of: Callable[[fx.Node], str | None]) -> None:
         """Assign nodes to stretches.
 

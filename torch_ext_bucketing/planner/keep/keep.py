@@ -30,7 +30,7 @@ from typing import TypeAlias
 from ...fsdp.units import Units
 from ...graph.host_copies import pinned_bytes
 from ...graph.pause_gc import paused_gc
-from ...reports.keep import KeepReport, KeptUnit
+from ...reports.keep import BlockBytes, KeepReport, KeptUnit
 from ...reports.text import size_text
 from ..schedule.memory import within
 from ..schedule.model import Model
@@ -228,7 +228,6 @@ class KeepPlanner:
         firsts = dict.fromkeys(map(self._distinct, [(), *found]))
         seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
-        best = min(seen.values())
         if most == _FEW:
             return min(seen.values())
 
@@ -445,6 +444,7 @@ class KeepPlanner:
             host_bound_bytes=self._host_bytes,
             host_bytes=chosen.host_bytes,
             parked=len(chosen.parked),
+            blocks=self._blocks(chosen),
             warning=self._warning(chosen, limit),
             size_hints=self.partitioned.costs.hints.to_text(),
             machine=self.partitioned.costs.machine.describe(),
@@ -480,6 +480,16 @@ class KeepPlanner:
             for k in self.candidates
             for unit in [self._keepables[k]]
         )
+
+    def _blocks(self, chosen: Outcome) -> tuple[BlockBytes, ...]:
+        now, most = map(self.partitioned.saved, (chosen.kept, self.candidates))
+        size = self.partitioned.forward.liveness.size
+        found: dict[str, list[int]] = {}
+        for s, name in self.partitioned.made_in().items():
+            if s in now or s in most:
+                where = 2 if s not in now else int(s in chosen.parked)
+                found.setdefault(name, [0, 0, 0])[where] += size[s]
+        return tuple(BlockBytes(name, *mine) for name, mine in found.items())
 
     def _backward_ms(self, kept: _Set) -> float:
         """Return backward's time with a choice, in the order found for nothing kept."""

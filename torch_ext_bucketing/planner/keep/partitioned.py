@@ -235,11 +235,23 @@ class PartitionedModel:
         dropped = tuple(s for s in self._saved if not any(reads[j] for j in touched_by[s]))
         return Stay(there, (*held, *(s for part in parts for s in part.made)), dropped, parts)
 
+    def saved(self, kept: Collection[int]) -> frozenset[int]:
+        """Return the storages that forward leaves for backward with a choice."""
+        stay = self.stay(kept)
+        return frozenset({*self._saved, *stay.held}.difference(stay.dropped))
+
     def could_park(self, kept: Collection[int]) -> dict[int, fx.Node]:
         """Map the saved storages that can be parked to the nodes that make them, in their order."""
-        stay = self.stay(kept)
-        saved = {*self._saved, *stay.held}.difference(stay.dropped)
+        saved = self.saved(kept)
         return {s: node for s, node in self._could_park.items() if s in saved}
+
+    def made_in(self) -> dict[int, str]:
+        """Map storages to the names of the stretches of forward that make them."""
+        if self.activations is None:
+            return {}
+        made = zip(self.forward.dependencies.nodes, self.forward.liveness.allocates, strict=True)
+        named = ((self.activations.stretch_of(node), new) for node, new in made)
+        return {s: name for name, new in named if name is not None for s in new}
 
     def with_parked(self, kept: Collection[int], parked: Collection[int]) -> tuple[Model, Model]:
         """Return :meth:`models` of a choice with some storages of :meth:`could_park` parked."""

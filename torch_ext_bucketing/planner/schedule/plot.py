@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ...graph.collectives import COLLECTIVES, collective_kind
-from ...reports.keep import KeepReport
+from ...graph.host_copies import HOST_STREAMS
+from ...reports.keep import BlockBytes, KeepReport
 from .trace import Drawn
 
+_HOST = "#17becf"
 _COMPUTE, _MEMORY = "#4c72b0", {"before": "#999999", "after": "#c44e52"}
 _COLORS = ("#55a868", "#dd8452", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")  # of kinds, by row
 
@@ -23,7 +25,7 @@ def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> 
     Args:
         drawn: for each stage one order named ``"before"`` and one named ``"after"``.
         path: the picture; its suffix is the format.
-        keep: the choice of what stays gathered; its curve is drawn below.
+        keep: the choice of what stays; its curve is drawn below, beside the blocks' activations.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -47,7 +49,9 @@ def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> 
     if keep is not None and curve:
         _draw_curve(axes[3][0], keep)
         for axis in axes[3][1:]:
-            axis.set_visible(False)
+            axis.set_visible(bool(keep.blocks))
+        if keep.blocks and len(stages) > 1:
+            _draw_blocks(axes[3][1], keep.blocks)
     for column, stage in enumerate(stages):
         mine = {d.version: d for d in drawn if d.stage == stage}
         longest = max(d.timeline.step_ms for d in mine.values())
@@ -64,6 +68,8 @@ def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> 
         axis.legend(loc="best")
     kinds = [Patch(color=_COMPUTE, label="compute")]
     kinds += [Patch(color=_color(kind), label=kind.replace("_", "-")) for kind in COLLECTIVES]
+    if any(group in HOST_STREAMS for d in drawn for group in d.model.group):
+        kinds.append(Patch(color=_HOST, label="copy to or from the host"))
     figure.legend(handles=kinds, loc="upper center", ncol=len(kinds), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(path, dpi=110)
@@ -100,6 +106,23 @@ def _draw_curve(axis: Any, keep: KeepReport) -> None:
     )
 
 
+def _draw_blocks(axis: Any, blocks: Sequence[BlockBytes]) -> None:
+    """Draw the bytes of each block's activations, by where backward finds them."""
+    unit, size = _unit(max(b.on_device + b.on_host + b.again for b in blocks))
+    places = range(len(blocks))
+    below = [0.0] * len(blocks)
+    for color, label, values in (
+        (_MEMORY["after"], "on the device", [b.on_device / size for b in blocks]),
+        (_HOST, "on the host", [b.on_host / size for b in blocks]),
+        ("#dddddd", "computed again", [b.again / size for b in blocks]),
+    ):
+        axis.bar(places, values, bottom=below, color=color, label=label)
+        below = [one + more for one, more in zip(below, values, strict=True)]
+    axis.set_xticks(places, [b.name for b in blocks], rotation=90, fontsize=6)
+    axis.set_ylabel(f"activations, {unit}")
+    axis.legend(loc="best", fontsize=8)
+
+
 def _draw_timeline(axis: Any, d: Drawn) -> None:
     model, timeline = d.model, d.timeline
     groups = list(dict.fromkeys(g for g in model.group if g is not None))
@@ -108,15 +131,17 @@ def _draw_timeline(axis: Any, d: Drawn) -> None:
     for i in timeline.order:
         if model.ms[i] <= 0:
             continue
-        color = _color(collective_kind(model.dependencies.nodes[i]))
+        host = model.group[i] in HOST_STREAMS
+        color = _HOST if host else _color(collective_kind(model.dependencies.nodes[i]))
         bars.setdefault((rows[model.group[i]], color), []).append((timeline.begin[i], model.ms[i]))
     for (row, color), spans in bars.items():
         axis.broken_barh(
             spans, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3
         )
-    axis.set_yticks(list(rows.values()), ["compute", *(f"group {g}" for g in groups)])
+    names = (g if g in HOST_STREAMS else f"group {g}" for g in groups)
+    axis.set_yticks(list(rows.values()), ["compute", *names])
     axis.invert_yaxis()
-    count = sum(g is not None for g in model.group)
+    count = sum(g is not None and g not in HOST_STREAMS for g in model.group)
     axis.set_title(
         f"{d.stage}, {d.version}: {timeline.step_ms:.2f} ms, {timeline.exposed_ms:.2f} ms of it "
         f"exposed; {count} collectives",
