@@ -1,4 +1,4 @@
-"""What can be kept from forward to backward."""
+"""Keepables: what may stay in memory from forward to backward."""
 
 from __future__ import annotations
 
