@@ -323,9 +323,10 @@ class KeepPlanner:
         near.append((here.kept, frozenset(there)))
         for k in self.candidates:
             kept = self._distinct(here.kept ^ {k})
-            could = frozenset(self.partitioned.could_park(kept))
-            near.append((kept, here.parked & could))
-            near += [(kept, near[-1][1] | {s}) for s in could.difference(there)]
+            could = self.partitioned.could_park(kept)
+            parked = here.parked.intersection(could)
+            near.append((kept, parked))
+            near += [(kept, parked | {s}) for s in could if s not in there]
         for kept, parked in near:
             if sum(pinned_bytes(size[s]) for s in parked) <= self._host_bytes:
                 yield kept, parked
