@@ -271,17 +271,16 @@ class KeepPlanner:
         firsts = [best]
         if best.above or not best.kept.issuperset(self.candidates):
             firsts += self._first_parked(best, limit)
-        left = self._most() // 2
-        if left <= _FEW:
+        if self._size > _SMALL:  # neighbours gain little there
             return min(firsts)
-        return self._descend(firsts, limit, left, self._near_parked)
+        return self._descend(firsts, limit, self._most(), self._near_parked)
 
     def _first_parked(self, best: Outcome, limit: int) -> Iterator[Outcome]:
         """Yield the first choices with activations in host memory.
 
         What is parked was made first, so that it is away for longest. Its bytes are room for other
-        activations to be kept. It is as much as the link copies in forward's time, or as is missing
-        to keep all, or a part of that.
+        activations to be kept. It is as much as the link copies in forward's time, as is missing to
+        keep all, or half of that.
         """
         costs, forward = self.partitioned.costs, self.partitioned.forward
         size = forward.liveness.size
@@ -290,7 +289,7 @@ class KeepPlanner:
         ms = sum(ms for ms, group in zip(forward.ms, forward.group, strict=True) if group is None)
         needed = max(0, self._held.peak_bytes(self.candidates) - limit)
         first = min(most, needed, int(ms / 1e3 * costs.machine.host_bandwidth))
-        left = _FEW if self._size > _NODES // _FEW else _FEW * _FEW
+        left = _FEW  # more than that found steps of the same length, in twice the time
         others = [k for k in self._rankings[0] if not self._keepables[k].starts]
 
         def parking(kept: _Set, nbytes: int) -> Outcome:
@@ -305,7 +304,7 @@ class KeepPlanner:
         if best.above:
             left -= 1
             yield parking(best.kept, most)
-        for nbytes in dict.fromkeys((first, first // 2, min(most, needed), first // 4)):
+        for nbytes in dict.fromkeys((first, first // 2)):
             room = limit + nbytes
             while left > 0 and nbytes > 0:
                 left -= 1
