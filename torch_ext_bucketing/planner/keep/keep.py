@@ -279,8 +279,8 @@ class KeepPlanner:
         """Yield the first choices with activations in host memory.
 
         What is parked was made first, so that it is away for longest. Its bytes are room for other
-        activations to be kept. It is as much as the link copies in forward's time, as is missing to
-        keep all, or half of that.
+        activations to be kept. It is as much as the link copies in forward's time or as is missing
+        to keep all, or a part of that.
         """
         costs, forward = self.partitioned.costs, self.partitioned.forward
         size = forward.liveness.size
@@ -289,7 +289,6 @@ class KeepPlanner:
         ms = sum(ms for ms, group in zip(forward.ms, forward.group, strict=True) if group is None)
         needed = max(0, self._held.peak_bytes(self.candidates) - limit)
         first = min(most, needed, int(ms / 1e3 * costs.machine.host_bandwidth))
-        left = _FEW  # more than that found steps of the same length, in twice the time
         others = [k for k in self._rankings[0] if not self._keepables[k].starts]
 
         def parking(kept: _Set, nbytes: int) -> Outcome:
@@ -301,18 +300,13 @@ class KeepPlanner:
                     pinned -= pinned_bytes(size[s])
             return self.scheduled(kept, limit, parked)
 
+        # More tries than these found steps of the same length.
+        tries = 3 if self._size <= _NODES // _FEW else _FEW
         if best.above:
-            left -= 1
+            tries -= 1
             yield parking(best.kept, most)
-        for nbytes in dict.fromkeys((first, first // 2)):
-            room = limit + nbytes
-            while left > 0 and nbytes > 0:
-                left -= 1
-                found = parking(self._fitting(room, others, best.kept), nbytes)
-                yield found
-                if not found.above or room < limit + nbytes:
-                    break
-                room -= found.above  # not all of it is away at the peak
+        for nbytes in (first, first // 2, first // 8)[:tries] if first else ():
+            yield parking(self._fitting(limit + nbytes, others, best.kept), nbytes)
 
     def _near_parked(self, here: Outcome) -> Iterator[tuple[_Set, _Set]]:
         """Yield choices that park, keep, or make again one more activation, or one less."""
