@@ -14,6 +14,7 @@ Exit status: 1 if a least peak is above one by hand.
 """
 
 import contextlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,7 @@ from .command import add_json, add_number, document_of, matching, parser_of, tit
 from .graphs import available
 from .keep import MODELS, Sharded
 from .memory import WAYS, saved_by_torch
+from .parallel import end_world
 from .tracing import copy_graph
 
 RANKS, BATCH, SEQ = 64, 2, 512
@@ -97,6 +99,7 @@ class _OfTokens(nn.Module):
 
 @contextlib.contextmanager
 def _fake_ranks() -> Iterator[None]:
+    end_world()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
         yield
@@ -178,11 +181,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     rows: dict[str, dict[str, int]] = {}
     chosen = matching(parser, (*MODELS, *TRANSFORMERS), args.only)
-    for name in chosen:
-        if name in TRANSFORMERS or name in available([name]):
-            print(name, file=sys.stderr, flush=True)
-            of = measure_transformers if name in TRANSFORMERS else measure
-            rows[name] = of(name, args.layers or (4 if name in TRANSFORMERS else 8))
+    theirs = [name for name in chosen if name in TRANSFORMERS]
+    if theirs and importlib.util.find_spec("transformers") is None:
+        print(f"left out: {', '.join(theirs)}: pip install transformers", file=sys.stderr)
+        theirs = []
+    for name in (*available([name for name in chosen if name in MODELS]), *theirs):
+        print(name, file=sys.stderr, flush=True)
+        of = measure_transformers if name in TRANSFORMERS else measure
+        rows[name] = of(name, args.layers or (4 if name in TRANSFORMERS else 8))
     lines = [["MiB", "checkpointed", "budget=0", "least", "of the lower"]]
     ratios = {}
     for name, row in rows.items():

@@ -1,10 +1,12 @@
 """Group the activations of a joint graph that backward may recompute.
 
 A group is one sort of node in one stretch of forward: matrix products, attention, collectives on
-activations, or other nodes, which are cheap. A stretch begins where the parameters of a unit are
-read and ends where the next unit's are read. A unit that is read in two places, such as a root with
-embedding and head, has two stretches. What a stretch hands to the next one is always saved, so that
-backward recomputes one stretch at a time; a norm that is a unit of its own need not be saved::
+activations, or other nodes, which are cheap. The last stretch has two groups of cheap nodes: those
+before its first product, such as a norm, and the loss. A stretch begins where the parameters of a
+unit are read and ends where the next unit's are read. A unit that is read in two places, such as a
+root with embedding and head, has two stretches. What a stretch hands to the next one is always
+saved, so that backward recomputes one stretch at a time; a norm that is a unit of its own need not
+be saved::
 
     block 3   x -> norm -> mm -> silu -> mm -> add -> y       y, and x before it, are saved;
               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^             the rest is in groups
@@ -90,8 +92,15 @@ class Activations:
             for n in self._nodes
             if n in self._stretch and (not _is_cheap(n) or self._reads_matrix(n))
         }
+        self._last = max(self._stretch.values(), default=None)
+        self._first_product = next((n for n in self._nodes if self._is_last_product(n)), None)
+        early = self._first_product is not None
         for node in self._nodes:
-            self._sort(node)
+            early = early and node is not self._first_product
+            self._sort(node, early)
+
+    def _is_last_product(self, node: fx.Node) -> bool:
+        return _sort_of(node) == "products" and self._stretch.get(node) == self._last
 
     def stretch_of(self, node: fx.Node) -> str | None:
         """Return the name of a node's stretch; None: it is not an activation."""
@@ -165,7 +174,7 @@ class Activations:
             elif node in ends and args:
                 stretch[node] = max(stretch[a] for a in args)
 
-    def _sort(self, node: fx.Node) -> None:
+    def _sort(self, node: fx.Node, early: bool) -> None:
         stretch = self._stretch.get(node)
         if stretch is None or "recompute" in node.meta or is_number(node):
             return
@@ -176,7 +185,11 @@ class Activations:
         elif is_view(node) and not is_wait(node) and whole is node:
             self.views[node] = None
         else:  # a ``getitem`` is in the group of the node with several results
-            self.groups.setdefault((stretch, _sort_of(whole)), []).append(node)
+            sort = _sort_of(whole)
+            # The loss must be saved for a low peak, and a norm before the logits need not be.
+            if early and stretch == self._last and sort == "cheap":
+                sort = "early cheap"
+            self.groups.setdefault((stretch, sort), []).append(node)
 
 
 def _is_cheap(node: fx.Node) -> bool:
