@@ -7,9 +7,9 @@
     python -m benchmarks.memory --host-gib 200               host memory as the third choice
 
 For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every block computed again,
-every second one, all but matrix products and attention, nothing; each with all parameters gathered
-again, scheduled without a bound; and what torch's own partitioner saves for some values of
-``torch._functorch.config.activation_memory_budget``, timed by the same model. Then
+every second one, all but matrix products and attention, nothing; and what torch's own partitioner
+saves for some values of ``torch._functorch.config.activation_memory_budget``; each with all
+parameters gathered again, scheduled under the peak that it has in the graph's own order. Then
 ``ReshardAfterForward("auto", activations=True)`` chooses under the peak that each came to.
 ``--bounds`` makes each choice anew, from the least peak to that with all activations saved.
 With ``--to`` it may also gather again in that group, if the parameters are sharded over several,
@@ -79,13 +79,20 @@ def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
     return {node.name for node in output.args[0][outputs:]}
 
 
+def by_hand(planner: KeepPlanner, kept: Sequence[int], parked: Sequence[int] = ()) -> Outcome:
+    """Schedule a fixed choice under the peak that it has in the graph's own order."""
+    halves = planner.partitioned.with_parked(kept, parked)
+    limit = max(half.liveness.peak(range(len(half))) for half in halves)
+    return planner.scheduled(kept, limit, parked)
+
+
 def by_torch(sharded: Sharded, saved: set[str], machine: Machine) -> Outcome:
     """Schedule with nothing saved but the names in ``saved``."""
     graph = copy_graph(sharded.joint)
     for node in graph.nodes:
         if node.op == "call_function" and node.name not in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    return sharded.planner(machine, graph).scheduled((), _UNBOUNDED)
+    return by_hand(sharded.planner(machine, graph), ())
 
 
 def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:
@@ -110,7 +117,7 @@ def measure(
     activations = [k for k in known.candidates if not units[k].starts]
     pass_s = sharded.scheduling_s(machine)
     fixed_ways = {
-        way: known.scheduled([k for k in activations if is_saved(units[k].name)], _UNBOUNDED)
+        way: by_hand(known, [k for k in activations if is_saved(units[k].name)])
         for way, is_saved in WAYS.items()
     }
     (output,) = graphs["forward", False].graph.find_nodes(op="output")
@@ -171,7 +178,7 @@ def with_host(name: str, layers: int | None, host_bytes: int) -> dict[str, Any]:
     sharded, machine = Sharded(name, layers), job_machine()
     known = sharded.planner(machine, activations=True)
     least = known.choose(0).peak_bytes
-    most = known.scheduled(known.candidates, _UNBOUNDED).peak_bytes
+    most = by_hand(known, known.candidates).peak_bytes
     bounds = {
         "0.9 of the least peak": int(0.9 * least),
         **{f"{k}/4": least + (most - least) * k // 4 for k in range(4)},
@@ -197,7 +204,7 @@ def with_host(name: str, layers: int | None, host_bytes: int) -> dict[str, Any]:
 
 
 def ways_by_hand(known: KeepPlanner) -> dict[str, Outcome]:
-    """Schedule fixed choices with host memory, and all computed again, without a bound.
+    """Schedule fixed choices with host memory, and all computed again.
 
     The third one parks what torchtitan's graph trainer does: all but the last block's
     (``cpu_offload.py:tag_all_offloadable_activations``). Its rules for the order, a layer ahead
@@ -210,10 +217,10 @@ def ways_by_hand(known: KeepPlanner) -> dict[str, Outcome]:
     without = {*partitioned.could_park(saved)} - {*partitioned.could_park(rest)}
     parked = [*partitioned.could_park(saved)]
     return {
-        "all computed again": known.scheduled((), _UNBOUNDED),
-        "all parked": known.scheduled(saved, _UNBOUNDED, parked),
-        "all but the last block's parked": known.scheduled(
-            saved, _UNBOUNDED, [s for s in parked if s not in without]
+        "all computed again": by_hand(known, ()),
+        "all parked": by_hand(known, saved, parked),
+        "all but the last block's parked": by_hand(
+            known, saved, [s for s in parked if s not in without]
         ),
     }
 
