@@ -39,7 +39,7 @@ def _send_momentum(
     nesterov: bool,
 ) -> Tensor:
     """Update momentum as ``torch.optim.Muon`` does; pack what is to be orthogonalized."""
-    out = _packed(momentum, grads, numbers, skip, order, nesterov)
+    out = _packed(grads, order)
     if skip is not None and skip.item():
         return out.zero_()
     parts: dict[int, list[Tensor]] = {}
@@ -57,14 +57,7 @@ def _send_momentum(
     return out
 
 
-def _packed(
-    momentum: list[Tensor],
-    grads: list[Tensor],
-    numbers: list[Tensor],
-    skip: Tensor | None,
-    order: list[int],
-    nesterov: bool,
-) -> Tensor:
+def _packed(grads: list[Tensor], order: list[int]) -> Tensor:
     sizes = [m.numel() for m in matrices_in(grads)]
     return grads[0].new_empty([sum(sizes[i] for i in order)], dtype=SENT)
 
@@ -92,7 +85,7 @@ def _orthogonalize(
         given: place of the matrix, row, column, rows and columns of each part in ``received``.
         wanted: the same of each part in the result.
     """
-    out = _orthogonal(received, shapes, given, wanted, coefficients, eps, steps)
+    out = _orthogonal(received, wanted)
     parts = [
         [(v[0], Block(*v[1:]), p) for v, p in zip(of, buffer.split(_sizes(of)), strict=True)]
         for of, buffer in ((_fives(given), received), (_fives(wanted), out))
@@ -107,15 +100,7 @@ def _orthogonalize(
     return out
 
 
-def _orthogonal(
-    received: Tensor,
-    shapes: list[int],
-    given: list[int],
-    wanted: list[int],
-    coefficients: list[float],
-    eps: float,
-    steps: int,
-) -> Tensor:
+def _orthogonal(received: Tensor, wanted: list[int]) -> Tensor:
     return received.new_empty([sum(_sizes(_fives(wanted)))])
 
 
@@ -162,14 +147,14 @@ SEND = _operator(
     "send_momentum_(Tensor(a!)[] momentum, Tensor[] grads, Tensor[] numbers, Tensor? skip, "
     "int[] order, bool nesterov) -> Tensor",
     _send_momentum,
-    _packed,
+    lambda momentum, grads, numbers, skip, order, nesterov: _packed(grads, order),
 )
 REPACK = _operator("repack(Tensor buffer, int[] sizes, int[] order) -> Tensor", _repack, _repack)
 ORTHOGONALIZE = _operator(
     "orthogonalize(Tensor received, int[] shapes, int[] given, int[] wanted, "
     "float[] coefficients, float eps, int steps) -> Tensor",
     _orthogonalize,
-    _orthogonal,
+    lambda received, shapes, given, wanted, *numbers: _orthogonal(received, wanted),
 )
 ADD = _operator(
     "add_updates_(Tensor(a!)[] params, Tensor received, Tensor[] numbers, Tensor? skip, "
