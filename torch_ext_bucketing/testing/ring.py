@@ -43,8 +43,8 @@ _topology: RingTopology | None = None  # the last one passed to register_ring_ba
 class _RingWork(dist.Work):
     """Gloo's transfers in the background, then the additions on the first thread that waits."""
 
-    # Not in a callback on gloo's threads: the interpreter may be gone before they are (seen on
-    # 2.13: "terminate called" in ranks that exit right after a collective).
+    # Not in a callback on gloo's threads: the interpreter may be gone before they are. On 2.13,
+    # ranks that exited right after a collective were terminated.
 
     def __init__(
         self, transfers: list[dist.Work], outputs: list[Tensor], finish: Callable[[], None]
