@@ -24,8 +24,8 @@ holds the median at 95%. With ``--repeats`` the ranks start anew as often, and a
 the ratios of every run. Memory is what a rank's resident memory grows by at most during a step, on
 a GPU what CUDA's allocator has given out; parameters and optimizer state, alike in all ways, are
 not in it. Equal means equal bits on every rank; the gap is the largest difference of a loss from
-eager's in the first 20 steps. With fewer GPUs than ranks the ranks share them;
-see ``eager_parity.devices``.
+eager's in the first 20 steps. With fewer GPUs than ranks the ranks share them; see
+``eager_parity.devices``.
 
 ``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
 Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
