@@ -25,26 +25,13 @@ LOWERING = "torch/_inductor/comm_lowering.py"
 OVERLAP = "torch/_inductor/fx_passes/overlap_preserving_bucketer.py"
 POST_GRAD = "torch/_inductor/fx_passes/post_grad.py"
 
-# Code that a series does not have.
-_UNPACKING = (
-    "unpack into memory without an edge",
-    "unpack the wrong dtype",
-    "leave it to a fallback",
-)
-_GROUPS = (
-    "bucket every group at once",
-    "restrict no gathers",
-    "identify groups in spite of the filter",
-    "reduce groups that were not chosen",
-    "read names from nodes",
-    "check one name after the other",
-)
-_DEDUPLICATION = ("forget the value of what deduplication merges",)
+# Code that 2.13 does not have.
 NOT_IN = {
-    "2.14": _UNPACKING,
-    "2.13": _UNPACKING,
-    "2.12": (*_UNPACKING, *_GROUPS, *_DEDUPLICATION),
-    "2.11": (*_UNPACKING, *_GROUPS, *_DEDUPLICATION, "run no check of the ranks"),
+    "2.13": (
+        "unpack into memory without an edge",
+        "unpack the wrong dtype",
+        "leave it to a fallback",
+    )
 }
 
 # name: (file, text, what it becomes, tests to run: those for the mutated part)

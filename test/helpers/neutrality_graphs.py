@@ -190,20 +190,14 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
         fsdp.bucket_fsdp_reduce_scatter(gm, small)
         fsdp.bucket_fsdp_all_gather(gm, small)
 
-    pre_bucketing: dict[str, Any] = {
-        "pre_bucketing_fsdp_collectives": True,
-        "pre_bucketing_fsdp_collectives_bucket_cap_mb": 600 / 2**20,
-    }
-    if not hasattr(fsdp, "pre_bucket_fsdp_collectives"):
-        pre_bucketing = {}  # torch 2.11
-
     def overlap(gm: fx.GraphModule) -> None:
         schedule_overlap_bucketing(
             gm,
             collective_bucketing=True,
             insert_overlap_deps=False,
             custom_runtime_estimation=lambda node, size: 1.0,
-            **pre_bucketing,
+            pre_bucketing_fsdp_collectives=True,
+            pre_bucketing_fsdp_collectives_bucket_cap_mb=600 / 2**20,
         )
 
     def pre_bucket(gm: fx.GraphModule) -> None:

@@ -340,7 +340,7 @@ def installed(
 
 @pytest.mark.once
 def test_series_that_do_not_fit(tmp_path: Path) -> None:
-    """The hunks are named; the newest series that is older than torch is tried."""
+    """The hunks are named; a torch newer than all series gets the newest, one between them none."""
     old = of_torch(BUCKETING)
     head = "import torch\n"
     assert head in old
@@ -353,9 +353,11 @@ def test_series_that_do_not_fit(tmp_path: Path) -> None:
     for minor in ("1.99", "9.0"):
         edited = {CONFIG: (of_torch(CONFIG), small_edits()[CONFIG])}
         write_series(tmp_path / minor, minor, edited)
+        write_series(tmp_path / "both", minor, edited)
     assert fresh(installed, tmp_path / "1.99") == ("in memory", "1.99")
-    said = fresh(installed, tmp_path / "9.0")
-    assert "is too old: the patch needs torch 9.0 or newer" in said
+    for folder, names in (("9.0", "9.0"), ("both", "1.99, 9.0")):
+        said = fresh(installed, tmp_path / folder)
+        assert said.endswith(f"has no hooks; these versions have them: {names}"), said
 
 
 @pytest.mark.once

@@ -211,10 +211,7 @@ def _add_entries(module: ModuleType, before: bytes, after: bytes) -> None:
     # Cache keys depend on the order of entries: take the source's. A new dict, because another
     # thread may be iterating over the old one.
     namespace["_config"] = {key: live.get(key, entry) for key, entry in patched.items()} | live
-    # The module caches its hash and its dict: per context in variables, which are replaced by empty
-    # ones; on torch 2.11 once, with a flag.
-    if "_is_dirty" in namespace:
-        namespace["_is_dirty"] = True
+    # The module caches its hash and its dict per context in variables; empty ones replace them.
     for name, value in list(namespace.items()):
         if isinstance(value, contextvars.ContextVar):
             default = contextvars.Context().run(value.get)

@@ -73,19 +73,19 @@ def list_series() -> list[Series]:
 
 
 def choose_series(version: str) -> Series:
-    """Choose the series of this torch's minor version, else the newest one that is older.
+    """Choose the series of this torch's minor version; for a torch newer than all, the newest.
 
     Raises:
-        HooksError: torch is older than every series.
+        HooksError: this torch has no series; the message names the versions that have one.
     """
     wanted = _minor(version)
+    every = list_series()
     # A nightly is ahead of the newest series; most of the time that one still applies.
-    oldest = "any (install the package again, it has no series)"
-    for series in list_series():
-        if _minor(series.name) <= wanted:
+    for series in every:
+        if _minor(series.name) == wanted or (series is every[0] and _minor(series.name) < wanted):
             return series
-        oldest = series.name
-    raise HooksError(f"torch {version} is too old: the patch needs torch {oldest} or newer")
+    names = ", ".join(series.name for series in reversed(every))
+    raise HooksError(f"torch {version} has no hooks; these versions have them: {names or 'none'}")
 
 
 @dataclass(frozen=True)
