@@ -29,9 +29,7 @@ eager's in the first 20 steps. With fewer GPUs than ranks the ranks share them; 
 
 ``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
 Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
-the measured one, from the model's call to the end of backward. ``--traces DIR`` leaves a trace per
-rank of two more steps of each way there, and prints the cost model's times on the machine that
-``Machine.from_traces`` reads from them, too.
+the measured one, from the model's call to the end of backward.
 
 Exit status: 0, or 1 if ``units`` under ``aot_eager`` misses eager's weights by a bit, a loss is far
 from eager's, or a rank failed; times decide nothing. 2 for bad options.
@@ -44,7 +42,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from eager_parity.devices import why_no_nccl
@@ -79,17 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.predict and args.backend != "aot_eager":
         parser.error("--predict takes --backend aot_eager: Inductor's kernels have no times")
-    if args.traces is not None and not args.predict:
-        parser.error("--traces goes with --predict")
-    if args.traces is not None and not args.traces.is_dir():
-        parser.error(f"--traces: {args.traces} is not a folder")
     if args.device == "cuda" and (why := why_no_nccl()):
         parser.error(f"--device cuda: {why}")
     backends = tuple(b for b in BACKENDS if args.backend in (b, "both"))
     ways = tuple(name for name in WAYS if name == "eager" or name in args.ways)
     sizes = {name: getattr(args, name) for name in SIZES}
-    traces = "" if args.traces is None else str(args.traces.absolute())
-    more = {"ways": ways, "predict": args.predict, "device": args.device, "traces": traces}
+    more = {"ways": ways, "predict": args.predict, "device": args.device}
     try:
         trainings = [
             Training(ranks, backend=backend, **sizes, **more)
@@ -178,7 +170,6 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
             "steps_with_equal_weights": _steps_equal(weights),
             "graphs_ms": statistics.median(map(max, zip(*of(name, "graphs_ms"), strict=True))),
             "predicted_ms": max(of(name, "predicted_ms")),
-            "traced_ms": max(of(name, "traced_ms")),
         }
     compiled = [name for name in found if name != "eager"]
     by_time = sorted(compiled, key=lambda name: found[name]["to"]["eager"]["median"])
@@ -299,20 +290,14 @@ def _table(cell: dict[str, Any]) -> str:
     if cell.get("tuned"):
         lines += ["", cell["tuned"].rstrip()]
     if cell.get("predict"):
-        lines += ["", cell["machine"], "", _predictions(cell, "predicted")]
-    if cell.get("traces"):
-        lines += ["", cell["traced_machine"], "", _predictions(cell, "traced")]
+        lines += ["", cell["machine"], "", _predictions(cell)]
     return "\n".join([*lines, *(f"FAILED: {text}" for text in cell["problems"])])
 
 
-def _predictions(cell: dict[str, Any], by: str) -> str:
-    """Compare the cost model's times of the compiled ways with the measured ones.
-
-    Args:
-        by: ``"predicted"``, on the measured machine, or ``"traced"``, on that of the traces.
-    """
-    ways = {name: way for name, way in cell["results"].items() if way[f"{by}_ms"]}
-    predicted = {name: way[f"{by}_ms"] for name, way in ways.items()}
+def _predictions(cell: dict[str, Any]) -> str:
+    """Compare the cost model's times of the compiled ways with the measured ones."""
+    ways = {name: way for name, way in cell["results"].items() if way["predicted_ms"]}
+    predicted = {name: way["predicted_ms"] for name, way in ways.items()}
     measured = {name: way["graphs_ms"] for name, way in ways.items()}
     rows = [["forward and backward, ms", "predicted", "measured", "error"]]
     for name, ms in predicted.items():
@@ -365,7 +350,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default: cpu)"
     )
-    parser.add_argument("--traces", type=Path, metavar="DIR", help="with --predict: and by traces")
     add_json(parser, "written after every table")
     add_number(parser, "repeats", 1, "runs of each number of ranks and backend")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for all")

@@ -8,7 +8,6 @@ round, so that whatever else the machine does hits all ways alike.
 import ctypes
 import functools
 import gc
-import gzip
 import itertools
 import time
 import warnings
@@ -67,7 +66,6 @@ WARMUP_STEPS = 3
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3
-TRACED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,6 @@ class Training(Settings):
         predict: whether the ranks measure their machine first, which ours then plan with and the
             cost model times all graphs on.
         device: ``"cpu"``, whose ranks talk over gloo, or ``"cuda"``, over NCCL.
-        traces: where each rank leaves a trace of some steps of all ways, ``""`` for none; graphs
-            are then timed on the machine that these traces show, too.
     """
 
     nodes: int = 1
@@ -89,7 +85,6 @@ class Training(Settings):
     ways: tuple[str, ...] = tuple(WAYS)
     predict: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
-    traces: str = ""
 
 
 @dataclass
@@ -97,9 +92,9 @@ class WayReport:
     """One way on one rank; times in milliseconds, of every timed step.
 
     ``step_ms`` are from the model's call to the end of the optimizer's step, ``graphs_ms`` to the
-    end of backward; ``predicted_ms`` and ``traced_ms`` are these by the cost model, of the forward
-    and the backward graph as they were compiled. ``step_bytes`` is what resident memory, or what a
-    GPU's allocator has given out, grows by at most during a step, from ``rest_bytes``.
+    end of backward; ``predicted_ms`` are these by the cost model, of the forward and the backward
+    graph as they were compiled. ``step_bytes`` is what resident memory, or what a GPU's allocator
+    has given out, grows by at most during a step, from ``rest_bytes``.
     """
 
     first_step_s: float = 0.0
@@ -109,7 +104,6 @@ class WayReport:
     digests: list[str] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
     predicted_ms: float = 0.0
-    traced_ms: float = 0.0
     rest_bytes: int = 0
     step_bytes: int = 0
 
@@ -203,9 +197,6 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
             for name, way in ways.items()
         }
         each_once(_counted_step, 0)
-        traced = None
-        if training.traces:
-            traced = _traced_machine(rank, training, lambda: each_once(_step, 0), machine)
         _return_memory_at_once()
         for _ in range(MEMORY_STEPS):
             each_once(_measured_step, 0)
@@ -213,7 +204,6 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         way.report.step_ms, way.report.graphs_ms = timed[name]
         if way.predict is not None:
             way.report.predicted_ms = way.predict.ms(machine)
-            way.report.traced_ms = way.predict.ms(traced) if traced is not None else 0.0
     sizes = [p.numel() for p in ways[names[0]].model.parameters()]
     about = {
         "weights": sum(sizes),
@@ -221,30 +211,9 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         "torch": torch.__version__,
         "device_name": torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU",
         "machine": str(machine) if training.predict else "",
-        "traced_machine": "" if traced is None else str(traced),
         "tuned": "".join(tuner.report.to_text() for tuner in tuners if tuner.report is not None),
     }
     return {name: way.report for name, way in ways.items()}, about
-
-
-def _traced_machine(
-    rank: Rank, training: Training, step: Callable[[], None], measured: teb.Machine
-) -> teb.Machine:
-    """Return the machine that traces of :data:`TRACED_STEPS` steps of every way show.
-
-    What the traces lack is as measured.
-    """
-    with torch.profiler.profile(record_shapes=True) as profile:
-        for _ in range(TRACED_STEPS):
-            step()
-    folder = Path(training.traces)
-    raw, packed = folder / f"rank{rank.rank}.json", folder / f"rank{rank.rank}.json.gz"
-    profile.export_chrome_trace(str(raw))
-    packed.write_bytes(gzip.compress(raw.read_bytes()))
-    raw.unlink()
-    dist.barrier()
-    paths = [folder / f"rank{r}.json.gz" for r in range(rank.world_size)]
-    return teb.Machine.from_traces(paths, ranks_per_node=rank.world_size, like=measured)
 
 
 def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machine = H100) -> Way:

@@ -1,4 +1,4 @@
-"""The public names of the package, and the former ones."""
+"""The public names of the package."""
 
 import warnings
 
@@ -16,16 +16,6 @@ def test_public_names_are_few():
         found = {name: getattr(teb, name) for name in dir(teb)}
     assert set(teb.__all__) < set(found)
     assert len(found) <= 24, sorted(found)
-
-
-@pytest.mark.parametrize("former", sorted(teb._RENAMED))
-def test_a_former_name_works_and_warns(former):
-    present = teb._RENAMED[former]
-    with pytest.warns(DeprecationWarning, match=rf"is torch_ext_bucketing\.{present} now") as seen:
-        found = getattr(teb, former)
-    assert seen[0].filename == __file__
-    assert found.__name__ == present.rpartition(".")[2]
-    assert former not in dir(teb)
 
 
 def test_an_unknown_name_is_an_attribute_error():

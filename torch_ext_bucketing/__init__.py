@@ -75,29 +75,10 @@ _HOME = {
     "transformer_block_plan": "fsdp.blocks",
     "tune": "tuning.tune",
 }
-_RENAMED = {
-    "BucketUnits": "BucketByUnit",
-    "CapComputeRun": "MaxComputeRun",
-    "ReduceByAllToAll": "FixedOrderReduce",
-    "AddByUnit": "rewrites.add_by_unit.AddByUnit",
-    "AllToAllAllReduce": "fsdp.AllToAllAllReduce",
-    "AllToAllReduceScatter": "fsdp.AllToAllReduceScatter",
-    "BoundNotKeptWarning": "errors.BoundNotKeptWarning",
-    "CombineUses": "rewrites.combine_uses.CombineUses",
-    "CompileReport": "reports.compile.CompileReport",
-    "MergeAmax": "rewrites.merge_amax.MergeAmax",
-    "NotBucketedWarning": "errors.NotBucketedWarning",
-    "Policy": "planner.schedule.policy.Policy",
-    "manual_plan": "fsdp.manual_plan",
-    "PlanMismatchError": "errors.PlanMismatchError",
-    "RankMissingError": "errors.RankMissingError",
-    "ReduceScatterFirst": "rewrites.reduce_scatter_first.ReduceScatterFirst",
-    "TagParameters": "hooks.TagParameters",
-}
 __all__ = sorted(_HOME)
 
 # Importing the package stays cheap: what is used is imported when it is used.
-_export = lazy_exports(__name__, _HOME, _MODULES, _RENAMED, stacklevel=3)
+_export = lazy_exports(__name__, _HOME, _MODULES)
 
 
 def __getattr__(name: str) -> object:

@@ -287,12 +287,6 @@ def test_what_can_not_be_is_said(fake_world):
     mesh = init_device_mesh("cpu", (4,))
     forward, backward, _ = compiled([teb.ReshardAfterForward(False)], sharded(mesh))
     assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter())
-    with pytest.warns(DeprecationWarning, match=r"is ReshardAfterForward\('auto'\) now"):
-        former = teb.ReshardAfterForward(keep="auto", memory=teb.PeakMemory(gib=1))
-    assert (
-        repr(former)
-        == "ReshardAfterForward(reshard_after_forward='auto', memory=PeakMemory(gib=1))"
-    )
     with pytest.raises(ValueError, match="give 2 or to=2, not both"):
         teb.ReshardAfterForward(2, to=2)
 

@@ -13,31 +13,20 @@ from ..testing.target import TargetError, add_command
 _DESCRIPTION = """\
 Measure the collectives of each group of a mesh, and the rates of products and copies: NCCL with
 GPUs, gloo without. Start it like the training, with torchrun and one process per GPU. Rank 0 writes
-a file for torch_ext_bucketing.Machine.load.
-
-With --traces nothing runs. The file is made from the traces of a run, one per rank, recorded by
-torch.profiler with record_shapes=True. Missing numbers are those of an H100."""
+a file for torch_ext_bucketing.Machine.load."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``measure`` to a command's subparsers."""
     about = "measure the collectives of a mesh for the cost model, under torchrun"
     parser = add_command(subparsers, "measure", _run, help=about, description=_DESCRIPTION)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--mesh", metavar="2x4", help="sizes of the mesh dimensions")
-    source.add_argument(
-        "--traces", nargs="+", metavar="TRACE", help="Chrome traces of all ranks, .json or .json.gz"
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="with --traces (default: by host names)"
-    )
+    parser.add_argument("--mesh", required=True, metavar="2x4", help="sizes of the mesh dimensions")
     parser.add_argument("--out", required=True, metavar="FILE", help="the file to write, JSON")
 
 
 def _run(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from ..planner.cost.machine import Machine
     from ..planner.cost.measure import measure
 
     def say(text: str) -> None:
@@ -45,20 +34,17 @@ def _run(args: argparse.Namespace) -> int:
             print(text, file=sys.stderr, flush=True)
 
     try:
-        if args.traces:
-            machine = Machine.from_traces(args.traces, ranks_per_node=args.ranks_per_node)
-        else:
-            mesh = _mesh_sizes(args.mesh)
-            _start()
-            machine = measure(mesh, say=say)
-        if args.traces or dist.get_rank() == 0:
+        mesh = _mesh_sizes(args.mesh)
+        _start()
+        machine = measure(mesh, say=say)
+        if dist.get_rank() == 0:
             machine.save(args.out)
             say(f"written to {Path(args.out).resolve()}")
         return 0
     except ValueError as error:
         raise TargetError(str(error)) from error
     finally:
-        if dist.is_initialized() and not args.traces:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import json
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ from typing import Any
 import torch.fx as fx
 
 from ...graph.collectives import COLLECTIVES
-from .kineto import RankTrace, collective_times, rates, read_trace
 from .network import (
     INFINIBAND,
     Level,
@@ -233,90 +231,6 @@ class Machine:
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no machine: {error}") from error
-
-    @classmethod
-    def from_traces(
-        cls,
-        paths: Sequence[str | Path],
-        *,
-        ranks_per_node: int | None = None,
-        like: Machine | None = None,
-    ) -> Machine:
-        """Make a machine from profiler traces of a run, one per rank (:mod:`.kineto`).
-
-        Record them with ``torch.profiler``, ``record_shapes=True`` and ``export_chrome_trace``, the
-        same steps on all ranks. A collective's time excludes the wait for its last rank. The median
-        of equal sizes counts, and the slowest group of a layout. Collectives that overlapped shared
-        the network. Large products and copies give the rates.
-
-        Args:
-            paths: the files, ``.json`` or ``.json.gz``.
-            ranks_per_node: see the class. None: counted by the hosts that traces of all ranks name,
-                since torch 2.13.
-            like: the machine to take everything else from, by default :data:`.H100`.
-
-        Raises:
-            ValueError: the traces are not of all ranks of a group in one distributed run, don't
-                show the same collectives, or don't show how ranks are spread over hosts.
-            OSError: a file can't be read.
-        """
-        traces = [read_trace(path) for path in paths]
-        if not traces:
-            raise ValueError("no traces were given")
-        times, missing = collective_times(traces)
-        left_out = "; ".join(
-            f"no trace of ranks {absent} of group {list(ranks)}"
-            for ranks, absent in missing.items()
-        )
-        if not times:
-            raise ValueError(
-                f"the traces time no collective: {left_out or 'there is none in them'}"
-            )
-        if missing:
-            warnings.warn(f"groups are left out: {left_out}", stacklevel=2)
-        per_node = _ranks_per_node(traces) if ranks_per_node is None else ranks_per_node
-        flops, bandwidth = rates(traces)
-        base = replace(
-            H100 if like is None else like,
-            name=f"traced, {traces[0].world_size} ranks",
-            ranks_per_node=per_node,
-        )
-        table: dict[tuple[str, int | GroupLayout], dict[int, float]] = {}
-        for (kind, ranks), sizes in times.items():
-            series = table.setdefault((kind, base.layout_of(ranks)), {})
-            for nbytes, ms in sizes.items():
-                series[nbytes] = max(ms, series.get(nbytes, 0.0))
-        return replace(
-            base,
-            flops={**base.flops, **flops},
-            bandwidth=bandwidth or base.bandwidth,
-            collectives={
-                **base.collectives,
-                **{key: tuple(sorted(series.items())) for key, series in table.items()},
-            },
-        )
-
-
-def _ranks_per_node(traces: Sequence[RankTrace]) -> int:
-    """Count the ranks of a host; a ValueError unless hosts have consecutive ranks."""
-    unnamed = [trace.path for trace in traces if not trace.host]
-    if unnamed:
-        raise ValueError(
-            f"{unnamed[0]} does not name its host, as torch's traces do since 2.13; give "
-            "ranks_per_node"
-        )
-    hosts: dict[str, list[int]] = {}
-    for trace in traces:
-        hosts.setdefault(trace.host, []).append(trace.rank)
-    n = max(map(len, hosts.values()))
-    blocks = sorted(sorted(ranks) for ranks in hosts.values())
-    world = list(range(traces[0].world_size))
-    if blocks != [world[i : i + n] for i in range(0, len(world), n)]:
-        raise ValueError(
-            f"the hosts of the traces don't have equally many consecutive ranks: {hosts}; give "
-            "ranks_per_node"
-        )
-    return n
 
 
 def _is_count(value: Any) -> bool:

@@ -126,10 +126,6 @@ class ReshardAfterForward(GraphPass):
     _smaller: SmallerGroup | None = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.keep == "auto":
-            text = "ReshardAfterForward(keep='auto') is ReshardAfterForward('auto') now"
-            warnings.warn(text, DeprecationWarning, stacklevel=4)
-            self._set(reshard_after_forward="auto", keep=())
         mode = self.reshard_after_forward
         if not isinstance(mode, int) and mode != "auto":
             raise TypeError(
