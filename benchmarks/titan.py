@@ -103,7 +103,7 @@ def _trace(config: TitanConfig, world: World, say: Say) -> dict[tuple[Phase, Any
     _make_fake(model, mode)
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        split = partitioner(graphs, say, input_fqns(gm, inputs, model))
+        split = partitioner(graphs, say, input_fqns(gm, inputs, model)[0])
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             split(joint, joint_inputs, **kwargs)

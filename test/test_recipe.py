@@ -8,9 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.errors import GuessedNamesWarning
 from torch_ext_bucketing.fsdp.manual import manual_plan
 from torch_ext_bucketing.fsdp.units import abbreviated
 from torch_ext_bucketing.planner.passes.step_memory import check_bound
+from torch_ext_bucketing.reports.keep import KeepReport
 
 MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
 
@@ -237,3 +239,128 @@ def test_units_are_abbreviated_as_manual_plan_reads_them(units, short):
         at.weight = torch.nn.Parameter(torch.zeros(1))
     model.weight = torch.nn.Parameter(torch.zeros(1))
     assert [list(unit) for unit in manual_plan(short, model)] == units
+
+
+def _decorated(model):
+    """Give a model a decorated ``forward``, as transformers do."""
+    inner = type(model).forward
+
+    def forward(*args, **kwargs):
+        return inner(*args, **kwargs)
+
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
+    return model
+
+
+class _Around(torch.nn.Module):
+    """A module with a model and a parameter of its own, compiled by its method."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.head, self.net = torch.nn.Linear(12, 12, bias=False), net
+
+    def training_step(self, x):
+        return self.head(self.net(x))
+
+
+def _frames():
+    """Name the ways to compile a model or code around it: ``way(model, backend)`` runs a step."""
+
+    def model(model, b):
+        return torch.compile(model, backend=b)(TOKENS)
+
+    def by_keyword(model, b):
+        return torch.compile(model, backend=b)(tokens=TOKENS)
+
+    def in_place(model, b):
+        model.compile(backend=b)
+        return model(TOKENS)
+
+    def decorated(model, b):
+        return torch.compile(_decorated(model), backend=b)(TOKENS)
+
+    def decorated_in_place(model, b):
+        _decorated(model).compile(backend=b)
+        return model(TOKENS)
+
+    def closure(model, b):
+        return torch.compile(lambda x: model(x), backend=b)(TOKENS)
+
+    def argument(model, b):
+        return torch.compile(lambda models, x: models[0](x), backend=b)([model], TOKENS)
+
+    def sequential(model, b):
+        return torch.compile(torch.nn.Sequential(model), backend=b)(TOKENS)
+
+    def method(model, b):
+        class Trainer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = model
+
+            def training_step(self, x):
+                return self.net(x)
+
+        return torch.compile(Trainer().training_step, backend=b)(TOKENS)
+
+    def each_block(model, b):
+        for layer in model.layers:
+            layer.compile(backend=b)
+        return model(TOKENS)
+
+    return [v for k, v in locals().items() if not k.startswith("_")]
+
+
+TOKENS = torch.zeros(2, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("way", _frames(), ids=lambda way: way.__name__)
+def test_names_are_the_model_s_whatever_frame_is_compiled(fake_world, way, recwarn):
+    model = sharded(model=TwoBlocks())
+    backend = teb.backend("aot_eager", teb.recipe(model, "speed", memory=teb.PeakMemory(gib=1)))
+    teb.recipe(_Around(model).net.layers[0], "speed")  # a newer one, of a part of it
+    way(model, backend).sum().backward()
+    kept = [u.name for report in backend.reports for r in report.rewrites for u in _units(r)]
+    # Dynamo compiles the code of equal blocks once, and the first one's names stay.
+    blocks = {"layers.0"} if way.__name__ == "each_block" else {"layers.0", "layers.1"}
+    assert {name.split()[0] for name in kept} - {"embedding", "head"} == blocks
+    assert not [w for report in backend.reports for w in report.warnings]
+
+
+def _units(rewrite):
+    return rewrite.units if isinstance(rewrite, KeepReport) else ()
+
+
+def test_names_of_other_parameters_are_guesses(fake_world):
+    """Parameters outside the model of the recipe have names, but a warning names them."""
+    model = sharded(model=TwoBlocks())
+    around = _Around(model)
+    sharded(model=around.head)
+    backend = teb.backend("aot_eager", teb.recipe(model, "speed"), agree=False)
+    with pytest.warns(GuessedNamesWarning, match=r"1 sharded parameter.*head.*Make the recipe for"):
+        torch.compile(around.training_step, backend=backend)(TOKENS).sum().backward()
+
+
+def test_a_recipe_of_an_equal_model_names_another_one(fake_world):
+    passes = teb.recipe(sharded(model=TwoBlocks()), "speed")  # that model is gone
+    backend = teb.backend("aot_eager", passes)
+    out = torch.compile(_decorated(sharded(model=TwoBlocks())), backend=backend)(TOKENS)
+    out.sum().backward()
+    assert not backend.last_report().warnings
+    assert "layers.1.w1.bias" in {
+        fqn
+        for graph in backend.last_report().graphs
+        for bucket in graph.buckets
+        for member in bucket.members
+        for fqn in member.fqns
+    }
+
+
+def test_a_recipe_s_cache_key_has_no_model(fake_world):
+    """Two recipes of equal models have one key, and pickle."""
+    keys = [
+        [p.uuid() for p in teb.recipe(sharded(), "speed", memory=teb.PeakMemory(gib=1))]
+        for _ in range(2)
+    ]
+    assert keys[0] == keys[1]
+    assert all(keys[0])

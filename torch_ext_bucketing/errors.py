@@ -95,6 +95,10 @@ class UncoveredParametersWarning(BucketingWarning):
     """Some parameters are in no unit; their collectives stay one each."""
 
 
+class GuessedNamesWarning(BucketingWarning):
+    """Names of sharded parameters are guesses, or missing; units may be planned wrong."""
+
+
 class PayloadOrderWarning(BucketingWarning):
     """Buckets are not packed in the payload order that was given."""
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._torch.dynamo_inputs import names_are_relative_to
 from ._torch.fsdp2 import is_wrapped, read_param_groups
 from ._torch.sharded import is_distributed, placed
 from .errors import NotBucketedWarning
@@ -49,7 +50,8 @@ def recipe(
     """Return the recommended passes for a sharded model, for :func:`.backend`.
 
     The result is an ordinary list, to be printed and changed: the ``repr`` of each pass is the code
-    that makes it.
+    that makes it. A backend with these passes names parameters as ``model`` does, whatever code is
+    compiled: the model, its ``forward``, a function or module around it, or a part of it.
 
     - ``"parity"``: the same weights as eager FSDP2, bit for bit. Each unit of eager FSDP2 is one
       bucket, its members in eager's order, and gradients of activations are added unit by unit.
@@ -142,7 +144,9 @@ def recipe(
         # The bound on the step holds for schedules, too.
         policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
         both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)
-        return [MatchFSDP2(), *reshard, both]
+        passes = [MatchFSDP2(), *reshard, both]
+        names_are_relative_to(model, passes)
+        return passes
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep, named = _order(model, units, reference)
@@ -150,7 +154,9 @@ def recipe(
         reshard = [ReshardAfterForward(keep=keep)]
     buckets = [BucketByUnit(order, kinds=kinds), *([sums] if sums is not None else [])]
     last = Schedule([Overlap()], machine)
-    return [MatchFSDP2(model, named), *reshard, *buckets, last]
+    passes = [MatchFSDP2(model, named), *reshard, *buckets, last]
+    names_are_relative_to(model, passes)
+    return passes
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:

@@ -148,7 +148,7 @@ class Capture:
 
         from torch_ext_bucketing._torch.dynamo_inputs import input_fqns
 
-        fqns = input_fqns(gm, example_inputs, self.model)
+        fqns, _ = input_fqns(gm, example_inputs, self.model)
         partition = {
             "default": partitioners.default_partition,
             "min_cut": partitioners.min_cut_rematerialization_partition,

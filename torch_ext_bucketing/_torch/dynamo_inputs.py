@@ -2,18 +2,19 @@
 
 Two sources, the better first:
 
-1. A module with a parameter that *is* a graph input: the module that the caller passed, else one
-   that :func:`names_are_relative_to` registered.
+1. A module with a parameter that *is* a graph input: the module that the caller passed, else the
+   one that the passes were made for, else one that :func:`names_are_relative_to` registered.
 2. The *source* that Dynamo recorded on each placeholder: the Python expression that reaches the
    tensor from the compiled frame, such as ``L['self']._modules['layers']._parameters['weight']``.
-   Its path is the FQN relative to the module whose ``forward`` was compiled.
+   Its path is the FQN relative to the module whose ``forward`` was compiled. A decorated
+   ``forward`` has that module as ``L['args'][0]``.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.fx as fx
 from ..fqns import canonical_fqn, parameters_by_name
 from . import descriptors as _descriptors
 from .private import private_torch
-from .sharded import is_part, shard_of
+from .sharded import is_distributed, is_part, shard_of
 
 with private_torch():
     from torch._guards import CompileContext, TracingContext
@@ -32,19 +33,29 @@ _STEP = re.compile(
     r"""|\.(?P<attr>\w+)"""
     r"""|\[(?P<index>\d+)\]"""
 )
-_ROOT = re.compile(r"""^(?:L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
+_ROOT = re.compile(r"""^(?:L\[['"]args['"]\]\[0\]|L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
 
 # A weak and ordered set, the newest model last.
 _roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
 
+# By pass: the model that a recipe made it for, and that model's FQNs. Not a field of the pass, so
+# that neither its cache key nor its pickle has a model.
+_made_for: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], frozenset[str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
-def names_are_relative_to(model: torch.nn.Module) -> None:
+
+def names_are_relative_to(model: torch.nn.Module, passes: Iterable[Any] = ()) -> None:
     """Register ``model``, weakly, so that FQNs are relative to it whatever part is compiled.
 
-    Of models that contain one another, the one registered last is used.
+    Of models that contain one another, the one registered last is used; a backend with some of
+    ``passes`` uses ``model`` in any case.
     """
     _roots.pop(model, None)
     _roots[model] = None
+    known = frozenset(name for name, _, _ in parameters_by_name(model))
+    for each in passes:
+        _made_for[each] = weakref.ref(model), known
 
 
 def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
@@ -73,28 +84,49 @@ def frame_number() -> int | None:
 
 
 def input_fqns(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], model: torch.nn.Module | None = None
-) -> dict[int, str]:
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    model: torch.nn.Module | None = None,
+    passes: Iterable[Any] = (),
+) -> tuple[dict[int, str], list[str]]:
     """Map the indices of a Dynamo graph's parameter inputs to FQNs.
 
-    FQNs are relative to ``model``, else to a registered model that has the parameter, else to the
-    module whose ``forward`` Dynamo traced.
+    FQNs are relative to ``model``, else to the model that a recipe made one of ``passes`` for, else
+    to a registered model that has the parameter, else to the module whose ``forward`` Dynamo
+    traced. A name of the last sort that a recipe's model has not, or another input has, is a guess.
+
+    Returns:
+        FQNs by index, and Dynamo's expressions of sharded parameters without a name or with a
+        guessed one.
     """
+    reference, known = next((_made_for[p] for p in passes if p in _made_for), (None, None))
+    first = reference() if model is None and reference is not None else None
     by_identity: dict[int, str] = {}  # only looked up: ids must not decide an order
-    for one in _models(model):
+    for one in ([] if first is None else [first]) + _models(model):
         for name, parameter, _ in parameters_by_name(one):
             by_identity.setdefault(id(parameter), name)
     fqns: dict[int, str] = {}
+    others: list[tuple[int, Any, Any]] = []
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = example_inputs[index] if index < len(example_inputs) else None
         given = _grapharg_example(placeholder)
         fqn = by_identity.get(id(given)) or by_identity.get(id(example))
-        source = getattr(placeholder, "_dynamo_source", None)
-        if fqn is None and model is None and source is not None:
-            fqn = source_fqn(source)
         if fqn is not None:
             fqns[index] = fqn
-    return fqns
+        else:
+            source = getattr(placeholder, "_dynamo_source", None)
+            others.append((index, source, example if given is None else given))
+    guessed = []
+    taken = set(fqns.values())
+    for index, source, tensor in others:
+        fqn = source_fqn(source) if model is None and source is not None else None
+        is_free = fqn not in taken
+        if fqn is not None and is_free:
+            fqns[index] = fqn
+        is_known = fqn is not None and is_free and (known is None or fqn in known)
+        if not is_known and isinstance(tensor, torch.nn.Parameter) and is_distributed(tensor):
+            guessed.append("?" if source is None else str(source.name))
+    return fqns, guessed
 
 
 def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[torch.Tensor]]]:

@@ -29,7 +29,8 @@ from .._torch.process_groups import compiles_for_all_ranks, default_group
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
-from ..errors import NoUuidError
+from ..errors import GuessedNamesWarning, NoUuidError
+from ..fqns import format_names
 from ..fsdp.simple_fsdp import attach
 from ..fsdp.tag_graph import gradients_of, named_inputs
 from ..graph.size_hints import GivenHints, check_size_hints
@@ -62,8 +63,10 @@ class BucketingBackend:
             they are, after the default partitioner: it recomputes what activation checkpointing
             marks and nothing else. ``"inductor"`` changes Inductor's config for its compiles only.
         passes: see :class:`.Pipeline` for their order.
-        model: the module that FQNs are relative to. None takes the module that the latest order or
-            plan with the parameter was made from, else the compiled one.
+        model: the module that FQNs are relative to. None takes the model that a recipe made the
+            passes for, else the module that the latest order or plan with the parameter was made
+            from, else the compiled one. A :class:`.GuessedNamesWarning` names sharded
+            parameters whose FQNs are not sure.
         prefetch: with ``"inductor"`` and torch's overlap scheduling: how many compute
             nodes (matrix products, attention) ahead of its use a gather may start
             (``aten_distributed_optimizations.max_compute_pre_fetch``). None keeps torch's 200.
@@ -119,8 +122,9 @@ class BucketingBackend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile the graph of a frame, for Dynamo."""
+        fqns, guessed = _dynamo_inputs.input_fqns(gm, example_inputs, self.model, self.passes)
         compilation = self.pipeline.compilation(
-            input_fqns=_dynamo_inputs.input_fqns(gm, example_inputs, self.model),
+            input_fqns=fqns,
             activations=_dynamo_inputs.activation_inputs(gm),
             frame=_dynamo_inputs.frame_number(),
             size_hints=self.size_hints,
@@ -129,6 +133,15 @@ class BucketingBackend:
             fuses=self.compiler == "inductor",
         )
         self.reports.append(compilation.report)
+        if guessed:
+            compilation.warn(
+                f"{len(guessed)} sharded parameter(s) of the compiled code have no name, or one "
+                f"that is a guess: {format_names(guessed)}. They are not in the model that the "
+                "passes or the backend were made for, so units may be planned wrong. Make the "
+                "recipe for the model that is compiled, or give it to the backend: "
+                "backend(..., model=model)",
+                GuessedNamesWarning,
+            )
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         is_fresh = agrees and _dynamo_inputs.is_first_compile()
