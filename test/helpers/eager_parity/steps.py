@@ -182,7 +182,7 @@ class StepRuns(Runs):
             done.digests.append(f"{digest(model)} {state_digest(optimizer)} {shown}")
             done.loss.append(loss.item())
             if unlike is not None:
-                differs = torch.tensor([int(done.digests[-1] != unlike[number])])
+                differs = loss.new_tensor(done.digests[-1] != unlike[number], dtype=torch.int32)
                 torch.distributed.all_reduce(differs, op=torch.distributed.ReduceOp.MAX)
                 if differs.item():
                     break
