@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run only the tests marked hooks, with the hooks of torch installed",
     )
+    parser.addoption("--shard", type=int, choices=(1, 2), help="run one half of the files")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,14 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of this part of the run, those of long files first."""
+    shard = config.getoption("--shard")
+    files = dict.fromkeys(item.path for item in items)
+    mine = {path for n, path in enumerate(files) if shard in (None, 1 + n % 2)}
+    given = config.getoption("--hooks")
     parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
     for item in items:
-        parts[item.get_closest_marker("hooks") is not None].append(item)
-    given = config.getoption("--hooks")
-    config.hook.pytest_deselected(items=parts[not given])
+        with_hooks = item.get_closest_marker("hooks") is not None
+        parts[with_hooks == given and item.path in mine].append(item)
+    config.hook.pytest_deselected(items=parts[False])
     # Each of two workers takes the next file when it has finished one. A long file that comes last
     # would leave the other worker idle.
-    items[:] = sorted(parts[given], key=lambda item: item.get_closest_marker("long") is None)
+    items[:] = sorted(parts[True], key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -51,7 +51,6 @@ def reports():
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize("name", CHEAP)
 def test_equals_eager_fsdp2(reports, name):
     """Rows that list a reason to differ are controls: they must differ."""
@@ -60,14 +59,12 @@ def test_equals_eager_fsdp2(reports, name):
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_ranks_that_are_not_resumed_on_take_no_part(reports):
     texts = [set(r.digests["fsdp_order"][2:]) for r in reports["resume_on_fewer_ranks"]]
     assert [t == {"not taking part"} for t in texts] == [False, False, True, True]
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_a_difference_is_found(reports):
     assert combine(reports["regional"], STEPS).steps_equal == STEPS
     result = combine(reports["graph_break_in_a_unit"], STEPS)
@@ -80,6 +77,7 @@ def sharded(model):
     return data_parallel(model, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
 
 
+@pytest.mark.torch
 def test_names_are_those_from_before(fake_world):
     model = TwoBlocks()
     model.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
@@ -96,6 +94,7 @@ def test_names_are_those_from_before(fake_world):
         assert not isinstance(read, DTensor)  # gathered
 
 
+@pytest.mark.torch
 def test_a_checkpoint_gathers_nothing(fake_world, monkeypatch):
     model = sharded(TwoBlocks())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -113,6 +112,7 @@ def test_a_checkpoint_gathers_nothing(fake_world, monkeypatch):
     model.load_state_dict(of_model)
 
 
+@pytest.mark.torch
 def test_modules_of_one_class_share_compiled_code(fake_world):
     """All blocks share one graph with the names of the first block."""
     model = sharded(TwoBlocks())
@@ -136,6 +136,7 @@ class Scaled(nn.Module):
         return full * self.factor
 
 
+@pytest.mark.torch
 def test_parametrizations_get_the_gathered_parameter_whenever_they_are_registered(fake_world):
     x = torch.randn(2, 4)
     before = nn.Linear(4, 6)
@@ -209,6 +210,7 @@ def divided(model, units):
     return [w for w in caught if issubclass(w.category, DividedUnitWarning)], b.reports
 
 
+@pytest.mark.torch
 def test_a_unit_that_a_graph_break_divides_is_named(fake_world):
     given, reports = divided(Broken(), ["layers.0", "layers.1", ""])
     text = str(given[0].message)
@@ -316,6 +318,7 @@ def test_what_a_list_of_passes_leaves_out_is_warned_of(fake_world, make, mode, p
     assert all(expected in text for text in said)
 
 
+@pytest.mark.torch
 def test_mode_reaches_inductor(fake_world, monkeypatch):
     seen = []
 

@@ -41,8 +41,8 @@ def on_two_ranks(*args: object) -> list[str]:
     return run_ranks(train_on, 2, *args, timeout_s=240)
 
 
+@pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.once
 def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path):
     """Under eager FSDP2 until it is killed, compiled from its checkpoint on."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

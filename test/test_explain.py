@@ -16,8 +16,6 @@ from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.testing.target import TargetError
 
-pytestmark = pytest.mark.once
-
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 HERE = f"{__name__}"
 

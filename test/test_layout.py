@@ -5,11 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import torch_ext_bucketing
-
-pytestmark = pytest.mark.once
 
 ROOT = Path(torch_ext_bucketing.__file__).parent
 MODULES = sorted(p for p in ROOT.rglob("*.py"))

@@ -6,8 +6,6 @@ import pytest
 
 import torch_ext_bucketing as teb
 
-pytestmark = pytest.mark.once
-
 
 def test_public_names_are_few():
     """The public names fit on half a page."""

@@ -56,6 +56,7 @@ def counts_of_units(scope: dict[str, Any]) -> list[dict[str, int]]:
     ]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("page", ["README", "getting-started"])
 def test_quick_start(scope: dict[str, Any], page: str):
     with config.patch({"force_disable_caches": True}):
@@ -96,6 +97,7 @@ def test_passes_written_out(scope: dict[str, Any], name: str):
         assert bounded == (name == "speed")
 
 
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 def test_a_tuned_step(scope: dict[str, Any], tmp_path, monkeypatch):
     """All candidates compile, and the step is taken by the first."""
@@ -117,6 +119,7 @@ def test_a_tuned_step(scope: dict[str, Any], tmp_path, monkeypatch):
     assert reports["units"].collectives_after["all_gather"] == len(scope["order"].units)
 
 
+@pytest.mark.torch
 def test_memory(scope: dict[str, Any]):
     teb.data_parallel(scope["model"], scope["mesh"])
     scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters())
@@ -138,6 +141,7 @@ def test_rank_order(scope: dict[str, Any]):
     assert "FixedOrderReduce" in repr(scope["passes"])
 
 
+@pytest.mark.torch
 def test_muon(scope: dict[str, Any]):
     teb.data_parallel(scope["model"], scope["mesh"])
     scope["batches"] = [torch.zeros(1, 16, dtype=torch.long)]
@@ -166,6 +170,7 @@ def test_extending(scope: dict[str, Any], capsys):
     assert sum(found) == gathers
 
 
+@pytest.mark.torch
 @pytest.mark.hooks
 @pytest.mark.slow
 def test_hooks(scope: dict[str, Any]):
@@ -204,7 +209,6 @@ HERE = {"getting-started", "reports-and-tools", "recipes-and-passes", "memory", 
 HERE |= {"rank-order-reductions", "extending", "muon"}
 
 
-@pytest.mark.once
 def test_pages_are_run_and_linked():
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 150
@@ -219,14 +223,12 @@ def test_pages_are_run_and_linked():
             assert (path.parent / link).exists(), f"{path}: {link}"
 
 
-@pytest.mark.once
 def test_the_changelog_begins_with_this_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == project["version"]
 
 
-@pytest.mark.once
 def test_the_api_page_is_up_to_date():
     command = [sys.executable, str(ROOT / ".ci" / "make_api.py"), "--check"]
     assert subprocess.run(command).returncode == 0, "run python .ci/make_api.py"

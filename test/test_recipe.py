@@ -17,7 +17,7 @@ from torch_ext_bucketing.reports.keep import KeepReport
 MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def wrapped(mesh):

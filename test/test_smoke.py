@@ -16,7 +16,7 @@ from torch_ext_bucketing import testing
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.testing.ring import on_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 
 def lists(order, mesh, model, units):

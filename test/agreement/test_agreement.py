@@ -289,7 +289,6 @@ def inductor(rank, folder):
     return results
 
 
-@pytest.mark.once
 def test_ranks_that_disagree():
     ranks = on_ranks(disagree, timeout_s=300)
     differ = (
@@ -359,6 +358,7 @@ def test_ranks_that_disagree():
     assert "Their buckets are the same, but not the code that packs them." in text
 
 
+@pytest.mark.torch
 def test_a_mismatch_reaches_the_other_groups_of_a_mesh():
     ranks = on_ranks(in_another_group, world=4)
     for result in ranks:
@@ -368,7 +368,6 @@ def test_a_mismatch_reaches_the_other_groups_of_a_mesh():
         assert "rank 3: reduce_scatter" in text
 
 
-@pytest.mark.once
 def test_ranks_that_are_gone():
     _, alive, _ = run_ranks(dies, 3, timeout_s=300)
     error, text, seconds = alive["step"]
@@ -384,6 +383,7 @@ def test_ranks_that_are_gone():
     assert "the process that hosts it, rank 0" in text
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_a_warm_cache_and_a_cold_one(tmp_path):
     ranks = on_ranks(inductor, str(tmp_path), timeout_s=300)
@@ -413,6 +413,7 @@ def of_group(*members, group="0", kind="all_gather"):
     return GroupLaunches(group, (launch,))
 
 
+@pytest.mark.torch
 def test_launches_survive_their_encoding():
     first = of_group(Member(("a", "b"), 0, 16, "float32"), Member(("c",), 16, 4, "float32"))
     second = GroupLaunches("1", (Launch("all_to_all_single", None, "int64", False),))
@@ -421,6 +422,7 @@ def test_launches_survive_their_encoding():
     assert whole.digest() != GraphLaunches("backward", (second, first)).digest()
 
 
+@pytest.mark.torch
 def test_launches_are_what_ranks_must_share(fake_world):
     group = torch.distributed.group.WORLD
 

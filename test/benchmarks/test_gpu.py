@@ -8,7 +8,6 @@ from benchmarks import gpu
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_its_parts_pass_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "gpu.txt"
     # Shares of the time grow with it: other tests may run beside this one.

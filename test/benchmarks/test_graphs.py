@@ -87,7 +87,6 @@ def llama_fqns(layers):
     return ["tok_embeddings.weight", *inside, "norm.weight", "output.weight"]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "layers"),
     [("llama3_8b_fsdp64.forward", 1), ("deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2)],
@@ -126,7 +125,6 @@ def test_names():
     assert len(dict.fromkeys(NAMES)) == 36
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("config", ["llama3_8b_fsdp64", "llama3_8b_fsdp8_tp8"])
 def test_llama_collectives(loaded, config):
     expected = llama_fqns(LAYERS[config])
@@ -143,7 +141,6 @@ def test_llama_collectives(loaded, config):
         assert sorted(gathers) == (sorted(expected[1:]) if suffix else [])
 
 
-@pytest.mark.once
 def test_gradients_of_replicas_are_reduced_within_a_replica_first(loaded):
     backward = loaded("llama3_8b_hsdp8x8.backward")
     scatters = starts(backward, "reduce_scatter", "fsdp")
@@ -156,7 +153,6 @@ def test_gradients_of_replicas_are_reduced_within_a_replica_first(loaded):
         assert started_by(reduce.all_input_nodes[0]) in scatters
 
 
-@pytest.mark.once
 def test_dtypes_are_those_of_mixed_precision_fsdp(loaded):
     graph = loaded("llama3_8b_fsdp8_tp8.backward.recompute")
     gathers = starts(graph, "all_gather", "fsdp")
@@ -165,7 +161,6 @@ def test_dtypes_are_those_of_mixed_precision_fsdp(loaded):
     assert {n.meta["val"].dtype for n in reductions} == {torch.float32}
 
 
-@pytest.mark.once
 def test_tensor_parallel_collectives_of_activations(loaded):
     layers = LAYERS["llama3_8b_fsdp8_tp8"]
     forward = count(loaded("llama3_8b_fsdp8_tp8.forward")).collectives
@@ -178,7 +173,6 @@ def test_tensor_parallel_collectives_of_activations(loaded):
     assert sorted(summed) == sorted(n for n in llama_fqns(layers) if "norm" in n)
 
 
-@pytest.mark.once
 def test_experts_on_a_second_mesh_between_gathers_of_the_first(loaded):
     graph = loaded("deepseek_v3_fsdp64_ep8.forward")
     experts = starts(graph, "all_gather", "expert_fsdp")
@@ -197,7 +191,6 @@ def test_experts_on_a_second_mesh_between_gathers_of_the_first(loaded):
     assert count(backward).collectives["all_to_all", "ep"] == 2
 
 
-@pytest.mark.once
 def test_splits_depend_on_data(loaded):
     graph = loaded("deepseek_v3_fsdp64_ep8_dropless.backward.recompute")
     assert graph.config.size_hints == 2 * 4096 * 6 // 8  # tokens over the ranks of the experts
@@ -211,7 +204,6 @@ def test_splits_depend_on_data(loaded):
     assert loaded("deepseek_v3_fsdp64_ep8.backward.recompute").config.size_hints is None
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", [n for n in NAMES if n.partition(".")[0] in LAYERS])
 def test_every_collective_is_waited_for_and_its_group_resolves(loaded, name):
     graph = loaded(name)
@@ -224,7 +216,6 @@ def test_every_collective_is_waited_for_and_its_group_resolves(loaded, name):
     assert dist.get_world_size() == graph.world_size
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "name", ["llama3_8b_fsdp8_tp8.backward.recompute", "deepseek_v3_fsdp64_ep8.forward"]
 )
@@ -251,7 +242,6 @@ def test_running_the_graph_gives_the_loaded_metadata(loaded, name):
     assert len(compared) > 150
 
 
-@pytest.mark.once
 def test_views_alias(loaded):
     graph = loaded("llama3_8b_fsdp64.forward")
     views = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)
@@ -278,6 +268,7 @@ def small_deepseek(world):
     return model
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
@@ -317,7 +308,6 @@ def test_the_graphs_are_those_of_torch_compile(cache, build, layout):
         assert calls[0] == calls[1]
 
 
-@pytest.mark.once
 def test_second_load_reads_the_disk(loaded, monkeypatch):
     name = "llama3_8b_fsdp64.backward"
     first = loaded(name)
@@ -334,6 +324,7 @@ def test_device_is_chosen_when_loading(cache):
     assert {v.device.type for v in values if isinstance(v, torch.Tensor)} == {"cuda"}
 
 
+@pytest.mark.torch
 def test_torchtitans_dropless_experts_take_the_whole_road(cache):
     if titan.problem():
         pytest.skip(f"this {titan.problem()}")
@@ -501,6 +492,7 @@ ORDERED = (
 )
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
@@ -518,6 +510,7 @@ def test_generated_code_has_the_planned_order(loaded, name, compiled):
     assert generated == planned
 
 
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.NotBucketedWarning")
 def test_inductor_changes_an_order_that_is_not_pinned(loaded):
     """Otherwise the test above would show nothing."""

@@ -127,7 +127,7 @@ FIELDS = [
 @pytest.mark.parametrize(
     "only",
     [
-        pytest.param("uneven/2x2/aot_eager/fsdp/bf16", marks=pytest.mark.once),
+        "uneven/2x2/aot_eager/fsdp/bf16",
         pytest.param("uneven/2x2/inductor/fsdp/bf16", marks=pytest.mark.slow),
     ],
 )
@@ -153,7 +153,6 @@ REUSED = ("uneven", "twice", "tied_chunked", "block_twice", "checkpointed")
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_ways_to_use_a_parameter_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "cells.json"
     options = ["--models", ",".join(REUSED), "--only", "*/2x2/aot_eager/fsdp*/bf16"]
@@ -170,7 +169,6 @@ def test_ways_to_use_a_parameter_again(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "virtual.json"
     status = parity.main(["--virtual-ranks", "16", "--steps", "2", "--json", str(path)])
@@ -282,6 +280,6 @@ def up_to_the_first_cuda_call(rank: Rank) -> None:
     assert inductor_config.compile_threads >= 1
 
 
-@pytest.mark.once
+@pytest.mark.torch
 def test_a_rank_up_to_its_first_cuda_call():
     run_ranks(up_to_the_first_cuda_call, 1, timeout_s=120)

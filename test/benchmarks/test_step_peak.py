@@ -6,6 +6,7 @@ from benchmarks.step_peak import is_good, measured
 from torch_ext_bucketing.testing.ranks import run_ranks
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_a_step_needs_what_is_estimated_and_keeps_its_bound():
     """Ranks have uneven shards; rank 0 has most."""

@@ -281,6 +281,7 @@ def test_the_report_tells_what_the_bits_cost(fake_world):
     assert known in schedule(gm, teb.Overlap(), machine=teb.Machine()).to_text()
 
 
+@pytest.mark.torch
 def test_what_torch_takes_an_all_to_all_for(fake_world):
     """The report estimates large all-to-alls."""
     gm, _ = graph_of([("reduce_scatter", 4096, [4096], torch.bfloat16, "avg")], fake_world)
@@ -318,6 +319,7 @@ def test_what_stays_gathered_leaves_room_for_what_is_received(fake_world):
     assert made[1] == made[0] + received > made[0]
 
 
+@pytest.mark.torch
 def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
     passes = [teb.BucketAndSchedule(teb.Overlap(), kinds=KINDS, reduce=teb.FixedOrderReduce())]
     key, on = Pipeline(passes).uuid(), Pipeline(passes)
@@ -342,6 +344,7 @@ def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
 # --- Inductor ------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("fake_world", "dtype"),
     [*((3, dtype) for dtype in DTYPES[:3]), (70, torch.bfloat16)],
@@ -378,6 +381,7 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("fake_world", [3, 70], indirect=True)
 def test_inductor_reads_what_is_received_once(fake_world):
     """One kernel packs and one adds; the size of a graph does not depend on the number of ranks.
@@ -503,7 +507,6 @@ SOME = ("small, FSDP2 order", "speed", RING)
 REST = tuple(way for way in WAYS if way not in SOME)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("reduce_dtype", "shape", "ways"),
     [
@@ -540,7 +543,6 @@ def inductor_digests(rank, ways):
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_one_hash_of_inductor():
     """Inductor's kernels round differently from eager ones, but alike in every bucket and order."""
     ways = ("per unit", "small, graph order", RING)
@@ -610,9 +612,7 @@ def over_replicas(rank, *shape):
     return found
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 1), pytest.param((3, 2), marks=[pytest.mark.slow, pytest.mark.once])]
-)
+@pytest.mark.parametrize("shape", [(3, 1), pytest.param((3, 2), marks=pytest.mark.slow)])
 def test_one_hash_over_more_than_two_replicas(shape):
     for rank in run_ranks(over_replicas, math.prod(shape), *shape, timeout_s=300):
         ring = rank.pop("ring")
@@ -643,6 +643,7 @@ def twin_alone(rank):
         comm(out, torch.empty(world * 37), group, dist.ReduceOp.SUM, async_op=True)
 
 
+@pytest.mark.torch
 def test_the_twin_on_a_ring_group():
     on_ranks(twin_alone, world=3)
 
@@ -657,5 +658,6 @@ def _gloo(rank):
         dist.destroy_process_group()
 
 
+@pytest.mark.torch
 def test_the_twin_on_gloo():
     run_ranks(_gloo, 3, timeout_s=120)

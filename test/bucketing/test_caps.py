@@ -122,7 +122,6 @@ def check_plan(gm: fx.GraphModule, plan: MergePlan, sizes: list[int]) -> None:
     assert sorted(said + [m.name for m in seen]) == sorted(starts)
 
 
-@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, tagged=st.booleans())
 @settings(max_examples=600)
 def test_plans_are_sound(seed, size, caps, tagged):
@@ -134,6 +133,7 @@ def test_plans_are_sound(seed, size, caps, tagged):
     check_plan(gm, plan, caps)
 
 
+@pytest.mark.torch
 @pytest.mark.hooks
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS)
 @settings(max_examples=300)
@@ -149,7 +149,6 @@ def test_torch_with_the_hooks_never_merges_less_than_without(seed, size, caps):
         assert merged[0] <= min(merged[1:])
 
 
-@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, run=st.none() | st.integers(1, 9))
 @settings(max_examples=200)
 def test_a_planner_forgets_the_plan_before(seed, size, caps, run):
@@ -177,6 +176,7 @@ def test_merging_computes_the_same(seed, size, cap, writes):
     assert not {r.node for r in reports} & {m.name for b in again.buckets for m in b.members}
 
 
+@pytest.mark.torch
 @pytest.mark.hooks
 @needs_pre_bucketing
 @pytest.mark.parametrize("cap", [300, 1000, 10**6])
@@ -283,6 +283,7 @@ def written_between(kind: str) -> fx.GraphModule:
     return builder.finish(outputs)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_between_members_keeps_them_apart(kind):
     gm = written_between(kind)
@@ -432,6 +433,7 @@ def test_each_group_has_its_own_cap(monkeypatch):
     assert asked == [WORLD]
 
 
+@pytest.mark.torch
 @needs_pre_bucketing
 def test_the_default_cap_is_torchs_own():
     assert default_cap_mb(128) == fsdp.compute_pre_bucket_cap_mb(128)
@@ -440,6 +442,7 @@ def test_the_default_cap_is_torchs_own():
         assert default_cap_mb(128) == 7.0
 
 
+@pytest.mark.torch
 @needs_pre_bucketing
 @given(seed=SEEDS, size=st.integers(1, 16))
 @settings(max_examples=200)
@@ -461,6 +464,7 @@ def test_structure_is_what_torch_takes_for_fsdp(seed, size):
     assert list(fsdp_starts(GraphAnalysis(gm.graph))) == expected
 
 
+@pytest.mark.torch
 @pytest.mark.skipif(
     not hasattr(bucketing, "_resolve_group_name"),
     reason=f"torch {torch.__version__} merges by group names that are strings only",
@@ -542,7 +546,6 @@ print(json.dumps([plans, order, described(graph.gm)]))
 """
 
 
-@pytest.mark.once
 def test_same_plans_order_and_traced_graph_under_any_hash_seed():
     (plans, order, graph), other = under_hash_seeds(SCRIPT)
     assert [plans, order, graph] == other
@@ -563,7 +566,6 @@ def planning_steps(nodes: int, collectives: int) -> float:
     return count / len(gm.graph.nodes)
 
 
-@pytest.mark.once
 def test_planning_takes_a_number_of_steps_that_grows_with_the_graph_alone():
     """Planning a graph of ten times the size takes ten times the steps.
 
@@ -612,7 +614,6 @@ left: all_gather_into_tensor_default_5; it serves no known parameter""",
 # -- the contraction itself -----------------------------------------------------------------------
 
 
-@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(2, 14))
 @settings(max_examples=300)
 def test_contraction_refuses_just_what_closes_a_cycle(seed, size):

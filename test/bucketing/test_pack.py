@@ -175,6 +175,7 @@ class Experts(nn.Module):
         return x @ self.inner.view(-1, 2).t() @ self.outer.view(-1, 2)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_gathered_parameter_can_be_viewed_whatever_the_rows_of_a_shard(
@@ -190,6 +191,7 @@ def test_a_gathered_parameter_can_be_viewed_whatever_the_rows_of_a_shard(
     assert passes.last_report().collectives_after == {"all_gather": 1, "reduce_scatter": 1}
 
 
+@pytest.mark.torch
 def test_inductor_packs_a_bucket_with_one_kernel(fake_world):
     """One kernel reads, casts and writes, for a bucket of gathers and for one of reductions."""
     torch._dynamo.reset()

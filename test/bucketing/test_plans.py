@@ -34,8 +34,6 @@ from torch_ext_bucketing.fsdp.manual import manual_plan
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.units import UnitSpec
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture(autouse=True)
 def _meta():

@@ -84,11 +84,12 @@ def _compared(
     return done
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     "names",
     [
         ("uneven",),
-        pytest.param(tuple(CASES), marks=[pytest.mark.slow, pytest.mark.once]),
+        pytest.param(tuple(CASES), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],
 )
@@ -145,6 +146,7 @@ def _gathered(rank: int) -> tuple[list[bytes], list[bytes]]:
     return eager, ours
 
 
+@pytest.mark.torch
 def test_units_are_gathered_as_eagers_bytes() -> None:
     for eager, ours in on_ranks(_gathered):
         assert len(eager) == 3

@@ -33,6 +33,8 @@ from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.graph import tags
 from torch_ext_bucketing.passes.tagging import TagParameters
 
+pytestmark = pytest.mark.torch
+
 WORLD = 4
 
 

@@ -13,6 +13,8 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
 from torch_ext_bucketing.testing.ring import init_ring_process_group
 
+pytestmark = pytest.mark.torch
+
 UNITS = ["blocks.0", "blocks.1", ""]
 BF16, FP32 = torch.bfloat16, torch.float32
 

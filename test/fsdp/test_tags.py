@@ -26,7 +26,7 @@ from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def world():

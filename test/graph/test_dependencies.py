@@ -21,7 +21,7 @@ from torch_ext_bucketing.planner.schedule.options import Options
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 
 _aten = torch.ops.aten
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("two_ranks")]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 class Numbers(Builder):

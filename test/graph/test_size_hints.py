@@ -33,6 +33,8 @@ from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ring import on_ranks
 
+pytestmark = pytest.mark.torch
+
 _aten = torch.ops.aten
 
 

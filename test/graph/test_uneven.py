@@ -29,6 +29,8 @@ from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 
+pytestmark = pytest.mark.torch
+
 WORLD = 2
 CAPS_MB = (0.0002, 0.0005, 0.002)
 

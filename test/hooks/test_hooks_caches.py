@@ -39,7 +39,7 @@ OTHERS = ("config, other order", "config, model turned", "config, filter")
 Results = dict[str, dict[str, Any]]
 
 # That the entries count in the hash of the config is shown by test_hooks_imports.
-pytestmark = [pytest.mark.hooks, pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.hooks, pytest.mark.long, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

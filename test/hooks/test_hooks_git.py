@@ -18,7 +18,7 @@ from patching_trees import (
 from torch_ext_bucketing.hooks import series
 from torch_ext_bucketing.hooks.patches import apply_patches
 
-pytestmark = [pytest.mark.hooks, needs_unpatched_torch]
+pytestmark = [pytest.mark.torch, pytest.mark.hooks, needs_unpatched_torch]
 
 PATHS = [path for path in touched(series_folder()) if path.startswith("torch/")]
 (BLOCK,) = re.findall(r"```bash\n(site=.*?)```", (PATCHES / "README.md").read_text(), re.DOTALL)

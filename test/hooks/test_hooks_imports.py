@@ -73,7 +73,6 @@ def check_entries() -> None:
 # ---------------------------------------------------------------- the package without the hooks
 
 
-@pytest.mark.once
 def test_importing_and_installing_import_nothing_of_torch_and_are_cheap() -> None:
     out = run_python(
         """
@@ -143,6 +142,7 @@ def changes_nothing(rank: Rank) -> None:
         config.aten_distributed_optimizations.bucket_max_collectives_between = 8
 
 
+@pytest.mark.torch
 def test_the_package_changes_nothing_in_torch() -> None:
     """Import and compile: finders, torch's modules and config entries stay as they were.
 
@@ -201,6 +201,7 @@ def served(rank: Rank, folder: Path) -> None:
     assert lines[at + 1] in ("raise KeyError('a patched line')", lines[-1]), lines
 
 
+@pytest.mark.torch
 def test_served_modules_look_normal_and_threads_may_install(small: Path) -> None:
     def byte_code() -> list[int]:
         folder = TORCH_DIR / "_inductor" / "fx_passes" / "__pycache__"
@@ -261,6 +262,7 @@ def config_first(rank: Rank, folder: Path) -> None:
     assert importlib.import_module(f"{MODULES}.bucketing").boom
 
 
+@pytest.mark.torch
 def test_config_imported_first_gets_the_entries(small: Path) -> None:
     """Alone (see the registries below) or with Dynamo, AOTAutograd and FSDP2."""
     fresh(config_first, small)
@@ -281,6 +283,7 @@ def registry(rank: Rank, folder: Path, first: bool) -> list[str]:
     return [*entries, str(sorted(config._compile_ignored_keys))]
 
 
+@pytest.mark.torch
 def test_live_and_served_registries_are_the_same(small: Path) -> None:
     live, served = fresh(registry, small, True), fresh(registry, small, False)
     assert live == served
@@ -307,6 +310,7 @@ def too_early(rank: Rank, folder: Path, changed: Path) -> None:
     assert status().state == "none"
 
 
+@pytest.mark.torch
 def test_too_early_is_an_error_that_changes_nothing(small: Path, tmp_path: Path) -> None:
     """A touched module was imported; or config, if a patch changes lines of it."""
     old, new = of_torch(CONFIG), small_edits()[CONFIG]
@@ -338,7 +342,6 @@ def installed(
     return found
 
 
-@pytest.mark.once
 def test_series_that_do_not_fit(tmp_path: Path) -> None:
     """The hunks are named; a torch newer than all series gets the newest, one between them none."""
     old = of_torch(BUCKETING)
@@ -360,7 +363,6 @@ def test_series_that_do_not_fit(tmp_path: Path) -> None:
         assert said.endswith(f"has no hooks; these versions have them: {names}"), said
 
 
-@pytest.mark.once
 def test_hooks_in_torchs_own_files_are_left_alone(small: Path, tmp_path: Path) -> None:
     config = tmp_path / CONFIG
     config.parent.mkdir(parents=True)
@@ -368,7 +370,6 @@ def test_hooks_in_torchs_own_files_are_left_alone(small: Path, tmp_path: Path) -
     assert fresh(installed, small, tmp_path / "torch") == ("native", None)
 
 
-@pytest.mark.once
 def test_without_torch_or_in_a_subprocess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FX_COMPILE_MODE", "subprocess")
     install = "import torch_ext_bucketing.hooks as h; h.install()"
@@ -401,6 +402,7 @@ def real_series(rank: Rank, first: str) -> None:
         assert config.aten_distributed_optimizations.bucket_max_collectives_between == 8
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("first", ["", "torch._dynamo"], ids=["first", "after config"])
 def test_the_real_series_by_import_and_in_a_compile(first: str) -> None:
     fresh(real_series, first)

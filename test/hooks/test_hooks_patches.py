@@ -12,7 +12,7 @@ from torch_ext_bucketing.errors import HooksError, PatchDoesNotApplyError
 from torch_ext_bucketing.hooks.patches import apply_patches, parse_patch, split_lines
 from torch_ext_bucketing.hooks.series import list_series
 
-pytestmark = [pytest.mark.hooks, pytest.mark.once]
+pytestmark = pytest.mark.hooks
 
 GIT = shutil.which("git")
 needs_git = pytest.mark.skipif(GIT is None, reason="git is not installed")

@@ -18,7 +18,7 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import train
 
-pytestmark = pytest.mark.hooks
+pytestmark = [pytest.mark.torch, pytest.mark.hooks]
 
 STEPS = 3
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor")

@@ -12,7 +12,7 @@ from patching_trees import PATCHES, ROOT, copy_package, run_python
 
 from torch_ext_bucketing.hooks import series
 
-pytestmark = [pytest.mark.hooks, pytest.mark.once]
+pytestmark = pytest.mark.hooks
 
 FILES = sorted(str(p.relative_to(PATCHES)) for p in PATCHES.rglob("*") if p.is_file())
 FIND = "import os; from torch_ext_bucketing.hooks.series import *; print(find_patches_dir()); print([len(s.diffs) for s in list_series()])"

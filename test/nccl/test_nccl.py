@@ -12,6 +12,7 @@ import torch.distributed as dist
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "parity.py"
 
 pytestmark = [
+    pytest.mark.torch,
     pytest.mark.skipif(
         not torch.cuda.is_available(),
         reason=f"torch {torch.__version__} sees no CUDA device; test_parity.py runs on the CPU",

@@ -33,7 +33,7 @@ STARTS = (
 )
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
-pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "fake_world")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("fresh_dynamo", "fake_world")]
 
 
 class InFlight:

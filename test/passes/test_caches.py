@@ -36,7 +36,7 @@ from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.tuning.candidates import TorchBuckets
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 CACHED = ("backend", "backend, own pass", "backend, pass of a script")
 OTHERS = ("backend, other order", "backend, by cap")  # every parameter counts: see below

@@ -235,7 +235,7 @@ def out_of_order() -> fx.GraphModule:
     return gm
 
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("two_ranks")]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 KIND_NAMES = tuple(KINDS)
 
 

@@ -35,7 +35,7 @@ pytest.importorskip(
     "torch._functorch._activation_offloading.offload_ops",
     reason="this torch has no copies to host memory: 2.13 and 2.15 have",
 )
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def compiled(*passes, compiler=None, again=(), run=step):
@@ -308,7 +308,7 @@ def _beside_eager(rank, compiler, again, schedules):
         ("pools", (0,), True),
         pytest.param("pools", (), False, marks=[pytest.mark.slow]),
         ("aot_eager", (), True),
-        pytest.param("inductor", (0,), True, marks=[pytest.mark.slow, pytest.mark.once]),
+        pytest.param("inductor", (0,), True, marks=pytest.mark.slow),
     ],
     ids=["pools", "checkpointed", "not-scheduled", "aot_eager", "inductor"],
 )

@@ -54,7 +54,7 @@ UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def order(model=None):

@@ -15,11 +15,9 @@ from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
 from torch_ext_bucketing.testing.ring import on_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-# Other modes cover most of it.
-MORE = (pytest.mark.slow, pytest.mark.once)
 
 
 def bucketing_passes(reshard):
@@ -47,7 +45,7 @@ def _aot_eager_equals_uncompiled(rank, mode, reshard):
 @pytest.mark.parametrize(
     ("mode", "reshard"),
     [
-        pytest.param("fully_shard", False, marks=MORE),
+        pytest.param("fully_shard", False, marks=pytest.mark.slow),
         ("fully_shard", True),
         ("hybrid_shard", True),
         ("replicate", False),
@@ -70,7 +68,6 @@ def _inductor_equals_inductor_without_buckets(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_inductor_equals_inductor_without_buckets():
     on_ranks(_inductor_equals_inductor_without_buckets)
 
@@ -104,7 +101,7 @@ def _reductions_on_their_own_groups(rank, mode):
 
 @pytest.mark.parametrize(
     ("mode", "world"),
-    [("fully_shard", 2), pytest.param("hybrid_shard", 4, marks=MORE)],
+    [("fully_shard", 2), pytest.param("hybrid_shard", 4, marks=pytest.mark.slow)],
 )
 def test_reductions_on_their_own_groups(mode, world):
     on_ranks(_reductions_on_their_own_groups, mode, world=world)

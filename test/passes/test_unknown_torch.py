@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import torch_ext_bucketing
+
+pytestmark = pytest.mark.torch
 
 ROOT = Path(torch_ext_bucketing.__path__[0])
 

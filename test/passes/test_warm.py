@@ -10,7 +10,7 @@ from cache_runs import CHILD, HIT, MISS, assert_state, run
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 # test_caches checks that the rank is in the key.
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,6 @@ def test_a_hit_shows_the_report_of_the_compile_that_filled_the_cache(ranks):
     assert [len(g["buckets"]) for g in again["report"]["graphs"]] == [1, 1]
 
 
-@pytest.mark.once
 def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
     results = run(*TORCHRUN, str(CHILD), "real", "even", TORCHINDUCTOR_CACHE_DIR=f"{ranks[0]}-0")
     zero, one = sorted(results, key=lambda r: r["rank"])

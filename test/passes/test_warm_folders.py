@@ -10,6 +10,8 @@ from untouched import touched_torch
 
 from torch_ext_bucketing._torch import caches
 
+pytestmark = pytest.mark.torch
+
 
 def test_a_full_folder_is_named_where_torch_must_write(tmp_path, monkeypatch):
     from torch._inductor import codecache

@@ -17,6 +17,8 @@ from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 
+pytestmark = pytest.mark.torch
+
 UNITS = ["blocks.0", "blocks.1", ""]
 
 

@@ -12,7 +12,7 @@ import pytest
 from collective_graphs import HELPERS
 from patching_trees import ROOT, LinkedTorch, make_repository, needs_unpatched_torch, run_python
 
-pytestmark = [pytest.mark.hooks, pytest.mark.long]
+pytestmark = [pytest.mark.torch, pytest.mark.hooks, pytest.mark.long]
 
 SCRIPT = str(HELPERS / "neutrality_graphs.py")
 # What the unpatched torch can't do with these graphs, and so the patched one can't either.

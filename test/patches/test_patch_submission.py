@@ -67,7 +67,6 @@ def changed_lines(patch: Path) -> tuple[int, int]:
     return added, removed
 
 
-@pytest.mark.once
 def test_the_readme_says_how_large_each_commit_is():
     """Compare the table with the patches, so that a series can't grow unseen."""
     text = (PATCHES / "README.md").read_text(encoding="utf-8")
@@ -79,7 +78,6 @@ def test_the_readme_says_how_large_each_commit_is():
         assert [row[column] for row in rows if row[column] != "-"] == sizes, folder
 
 
-@pytest.mark.once
 def test_the_newest_series_is_small():
     """Count the lines of torch that it adds, without what is moved line by line."""
     newest = [patch for patch in patches_of(SERIES[-1]) if "-Move-" not in patch.name]
@@ -100,6 +98,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_repository(tmp_path_factory.mktemp("repository"))
 
 
+@pytest.mark.torch
 @needs_unpatched_torch
 def test_git_writes_the_same_series_again(repository: Path, tmp_path: Path):
     arguments = ("--quiet", "--zero-commit", "--no-signature", "--output-directory", str(tmp_path))
@@ -178,6 +177,7 @@ def tested(repository: Path) -> tuple[LinkedTorch, list[str]]:
     return torch, [Path(f"{folder}.log").read_text() for folder in commits]
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @needs_unpatched_torch
 @pytest.mark.parametrize("number", range(1, LAST + 1))
@@ -201,6 +201,7 @@ def test_each_commit_imports_and_passes_its_tests(
     assert "skipped" not in printed
 
 
+@pytest.mark.torch
 @needs_unpatched_torch
 def test_a_torch_with_the_series_in_its_files_has_the_hooks(repository: Path, tmp_path: Path):
     torch = LinkedTorch(tmp_path / "torch", repository, f"commit-{LAST}")
@@ -216,7 +217,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.once
 @needs_unpatched_torch
 def test_tests_pass_with_the_hooks_in_memory(tmp_path: Path):
     """The tests of the series again, on the modules that this package serves from memory."""
@@ -269,6 +269,7 @@ def findings_before(repository: Path, rules: str) -> dict[str, Counter[tuple[str
     return {path: findings(repository / path, rules) for path in touched(series_folder())}
 
 
+@pytest.mark.torch
 @needs_unpatched_torch
 def test_ruff_finds_nothing_new(repository: Path):
     before = findings_before(repository, RULES)
@@ -286,6 +287,7 @@ def test_ruff_finds_nothing_new(repository: Path):
             )
 
 
+@pytest.mark.torch
 @needs_unpatched_torch
 def test_what_is_new_in_torch_is_typed(repository: Path):
     annotations = "ANN001,ANN002,ANN003,ANN2"

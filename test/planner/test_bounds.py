@@ -23,7 +23,7 @@ from torch_ext_bucketing.planner.schedule.policy import Policy
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("two_ranks")]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 LAYERS, ROWS = 12, 16 * DIM
 
 

@@ -10,8 +10,6 @@ from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.compile import CompileReport
 
-pytestmark = pytest.mark.once
-
 SLOW = Machine(collectives={(kind, 2): ((1, 9.0),) for kind in ("all_gather", "reduce_scatter")})
 
 

@@ -11,6 +11,8 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.fusion import kernels_of
 from torch_ext_bucketing.planner.cost.machine import Machine
 
+pytestmark = pytest.mark.torch
+
 aten = torch.ops.aten
 ROWS, COLUMNS = 64, 128
 FULL = 4 * ROWS * COLUMNS

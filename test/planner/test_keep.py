@@ -104,6 +104,7 @@ def auto(memory, **options):
 # --- estimates against the partitioner -----------------------------------------------------------
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("kept", [(), ("layers.1", "head")], ids=len)
 def test_halves_are_what_the_partitioner_makes(fake_world, kept):
     """Bytes are equal, and times up to a millionth."""
@@ -170,6 +171,7 @@ class Chosen(teb.GraphPass):
         read_first_gathers(graph_of(graph))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("fuses", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("to", [None, 2], ids=["", "in part"])
 @pytest.mark.parametrize("seed", range(3))
@@ -199,6 +201,7 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
     assert chosen.peak >= max(m.liveness.peak(range(len(m))) for m in chosen.models)
 
 
+@pytest.mark.torch
 def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
     class Dropped(TwoBlocks):
         def forward(self, tokens):
@@ -240,6 +243,7 @@ def test_schedules_count_what_only_forward_reads(fake_world):
     assert models[1].liveness.at_start > alone
 
 
+@pytest.mark.torch
 def test_what_an_activation_checkpoint_computes_again_is_computed_in_backward(fake_world):
     found = {}
 
@@ -255,6 +259,7 @@ def test_what_an_activation_checkpoint_computes_again_is_computed_in_backward(fa
 # --- the pass ------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 def test_what_is_kept_is_gathered_once(fake_world):
     """This holds inside an activation checkpoint, too, which would gather it again."""
     reshard = auto(PeakMemory(ratio=1.01), curve=True)
@@ -447,7 +452,6 @@ def _bounded_beside_eager(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_bits_do_not_change_with_the_bound():
     for found, expected in on_ranks(_bounded_beside_eager):
         assert [hashes for hashes, *_ in found] == [expected] * len(found)
@@ -456,6 +460,7 @@ def test_bits_do_not_change_with_the_bound():
         assert low < high
 
 
+@pytest.mark.torch
 def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
     first, second = on_ranks(_checkpointed_beside_eager)
     assert first[0] == second[0]
@@ -468,7 +473,6 @@ def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
 # --- the choice ----------------------------------------------------------------------------------
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("fake_world", "activations", "to", "most"),
     [(2, False, 0, 5), (2, True, 0, 3), (4, False, 2, 3), (4, True, 2, 2)],
@@ -556,7 +560,6 @@ def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocab
     assert not ours.choose(min(peaks)).above
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("activations", [False, True])
 def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
     shorter = 0

@@ -24,8 +24,6 @@ from torch_ext_bucketing.planner.cost.network import INFINIBAND, Protocol, nvlin
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.testing.ring import on_ranks
 
-pytestmark = pytest.mark.once
-
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MB = 10**6
 # 100 and 10 bytes per microsecond, 1 and 20 microseconds.

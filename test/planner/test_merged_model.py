@@ -38,8 +38,6 @@ from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search import cap_search as auto_cap
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 
-pytestmark = pytest.mark.once
-
 # Kernel times grow with bytes, however few.
 SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
 

@@ -38,7 +38,7 @@ pytest.importorskip(
     "torch._functorch._activation_offloading.offload_ops",
     reason="this torch has no copies to host memory: 2.13 and 2.15 have",
 )
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class OnJoint(teb.GraphPass):
@@ -140,7 +140,6 @@ def test_host_memory_is_used_where_it_helps_and_within_its_bound(fake_world):
     assert any(c.step_ms < w.step_ms and not c.above for _, w, c in found.values())
 
 
-@pytest.mark.once
 def test_choices_are_near_the_best_of_all(fake_world):
     """Compare with every possible choice, each scheduled."""
     worse, helped = 0, 0
@@ -211,7 +210,7 @@ def _beside_eager(rank, ratio):
     return expected, found, report.host_bytes
 
 
-@pytest.mark.parametrize("ratio", [1.0, 1.2])
+@pytest.mark.parametrize("ratio", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_bits_of_eager(ratio):
     parked = []
     for expected, found, nbytes in on_ranks(_beside_eager, ratio, world=4):

@@ -36,7 +36,7 @@ from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.compile import CompileReport
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("two_ranks")]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 def most_in_flight(model: Model, order: Sequence[int]) -> int:

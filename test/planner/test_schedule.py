@@ -350,7 +350,6 @@ def test_a_gather_runs_under_the_computation_that_was_named():
 SEEDS = st.integers(0, 10**6)
 
 
-@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(1, 16), options=OPTIONS)
 @settings(max_examples=150)
 def test_every_order_is_topological(seed: int, size: int, options: Options):
@@ -364,7 +363,6 @@ def test_every_order_is_topological(seed: int, size: int, options: Options):
         assert [n for n in starts if kind_of(n) == kind] == before
 
 
-@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(1, 12), merge=st.booleans(), ratio=st.floats(0.8, 3))
 @settings(max_examples=150)
 def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, ratio):
@@ -412,7 +410,6 @@ def random_training(seed: int) -> fx.GraphModule:
     return b.finish([v for v in (*values, *halves) if not v.users and v.op != "placeholder"])
 
 
-@pytest.mark.once
 @given(
     seed=SEEDS,
     limit=st.one_of(st.none(), st.floats(0.9, 1.2)),
@@ -470,7 +467,6 @@ def by_longest_path(model: Model) -> list[int]:
     return order
 
 
-@pytest.mark.once
 @given(seed=SEEDS, slower=st.sampled_from([0.5, 2.0, 4.0, 10.0]))
 @settings(max_examples=60)
 def test_no_step_is_longer_than_that_of_a_plain_list_schedule(seed, slower):
@@ -481,7 +477,6 @@ def test_no_step_is_longer_than_that_of_a_plain_list_schedule(seed, slower):
     assert report.step_ms[1] <= plain.step_ms * (1 + 1e-9)
 
 
-@pytest.mark.once
 def test_on_one_level_no_order_is_given_up_for_what_runs_beside_the_rest():
     """A long reduction without a user and a gather of another group come before products."""
     b = Trainer()
@@ -615,6 +610,7 @@ def real_tensor(fake: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -
     return empty.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("bucketed", [False, True], ids=["unbucketed", "bucketed"])
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_estimated_peak_equals_a_run_on_the_demo_model(stage: str, bucketed: bool):
@@ -709,7 +705,6 @@ def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
     assert found[0] > found[-1]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("seed", [3, 5, 8, 9])
 def test_caps_are_ranked_by_all_orders(seed):
     """Ranking by a few orders was up to a sixth slower without spare memory."""
@@ -792,7 +787,6 @@ def test_slack_costs_no_memory(policies):
     assert Timeline.of(model, order).peak_bytes <= min(equal)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("few_caps")
 @pytest.mark.parametrize("level", [Level(6e6, 2.0), Level(3e6, 4.0)], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", [1, 2])
@@ -923,6 +917,7 @@ def _four_products() -> torch.nn.Module:
     return data_parallel(model, init_device_mesh("cpu", (2,)))
 
 
+@pytest.mark.torch
 def test_inductor_runs_collectives_and_products_in_the_planned_order():
     """The generated code has the planned order."""
     policies = [Overlap(depth=2), PeakMemory(ratio=3)]
@@ -934,6 +929,7 @@ def test_inductor_runs_collectives_and_products_in_the_planned_order():
     assert generated == planned
 
 
+@pytest.mark.torch
 def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
     """Otherwise Inductor may allocate the bucket for its first part, before the products."""
     group = dist.group.WORLD.group_name
@@ -956,6 +952,7 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
     assert after == {"aten.cat.default": ["mm_1"]}
 
 
+@pytest.mark.torch
 @has_simple_overlap
 def test_inductors_own_overlap_leaves_the_planned_order():
     """By default torch 2.15 moves collectives up and waits down after all passes."""

@@ -18,8 +18,6 @@ from torch_ext_bucketing.planner.keep.stages import (
 )
 from torch_ext_bucketing.reports.compile import CompileReport
 
-pytestmark = pytest.mark.once
-
 STAGE = StageBytes(gathered=100, saved=10, gradients=200, running={"F": 1, "B": 2, "W": 3, "I": 4})
 BOTH = {0: STAGE, 1: StageBytes(1000, 0, 0, {"UNSHARD": 7})}
 

@@ -17,8 +17,6 @@ from torch_ext_bucketing.planner.schedule.streams import Streams
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 
-pytestmark = pytest.mark.once
-
 GROUPS = {"far": [0, 8], "further": [0, 9], "near": [0, 1], "nearer": [0, 2]}
 MS = {"far": 4.0, "further": 2.0, "near": 2.0, "nearer": 3.0}
 

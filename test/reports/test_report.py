@@ -167,6 +167,7 @@ def traced(tmp_path_factory):
     return run, trace
 
 
+@pytest.mark.torch
 def test_trace_and_log_have_the_graph_before_and_after_each_pass(traced):
     run, trace = traced
     found = artifacts(trace, '"name": "torch_ext_bucketing_[a-z]+_[0-9]_')
@@ -187,6 +188,7 @@ def test_trace_and_log_have_the_graph_before_and_after_each_pass(traced):
         assert f"{name.removeprefix('torch_ext_bucketing_')}\n" in run.stderr
 
 
+@pytest.mark.torch
 def test_trace_has_the_report(traced):
     """``TORCH_TRACE`` gets one artifact per graph, with the JSON as payload."""
     run, trace = traced

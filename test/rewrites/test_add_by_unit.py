@@ -197,7 +197,6 @@ def test_some_programs_of_units(program, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @settings(max_examples=12, phases=PHASES)
 @given(programs(), st.integers(0, 1000))
 def test_any_program_of_units(program, seed):
@@ -252,6 +251,7 @@ class EncoderDecoder(nn.Module):
 UNITS = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3)]
 
 
+@pytest.mark.torch
 def test_cross_attention_and_a_shared_bias():
     torch.manual_seed(0)
     tokens = torch.randint(16, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -312,6 +312,7 @@ class Broken(nn.Module):
         return self.units[2](y, shared).float().square().mean()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("readers", "breaks", "named"),
     [
@@ -357,6 +358,7 @@ class Reads(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.torch
 def test_what_a_unit_does_not_read_gets_zeros():
     x, units = inputs(3, 4), ["units.0", "units.1", ""]
     eager, ours, plain, _ = both(Unread(), units, x, fullgraph=True)
@@ -369,6 +371,7 @@ def hooks(model):
     return [name for name, module in model.named_modules() if module._forward_pre_hooks]
 
 
+@pytest.mark.torch
 def test_hooks_come_with_the_backend_and_once():
     mesh = init_device_mesh("cpu", (1,))
     model = teb.data_parallel(EncoderDecoder(), mesh)

@@ -15,6 +15,8 @@ from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.reports.base import LeftAlone
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses, combine_uses
 
+pytestmark = pytest.mark.torch
+
 BF16, F32 = torch.bfloat16, torch.float32
 
 

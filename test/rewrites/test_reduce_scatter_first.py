@@ -22,6 +22,8 @@ from torch_ext_bucketing.rewrites.reduce_scatter_first import (
     reduce_scatter_first,
 )
 
+pytestmark = pytest.mark.torch
+
 F64 = torch.float64
 
 

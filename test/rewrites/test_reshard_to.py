@@ -72,6 +72,7 @@ def listing(gm: fx.GraphModule) -> str:
     return "".join(f"{line.strip()}\n" for line in lines if " = " in line or "return" in line)
 
 
+@pytest.mark.torch
 def test_the_graph_before_and_after(fake_world):
     def forward_and_backward(w, bias, x, tangents):
         whole = joint.gather("w", w)
@@ -165,6 +166,7 @@ def nbytes(nodes):
     return sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in nodes)
 
 
+@pytest.mark.torch
 def test_backward_gathers_in_the_smaller_group(fake_world):
     model = sharded(init_device_mesh("cpu", (4,)))
     reshard = teb.ReshardAfterForward(2)
@@ -208,6 +210,7 @@ def check_the_primary_group(backward):
         assert not plan.ineligible
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("partitioner", ["default", "min_cut"])
 def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
     model = sharded(init_device_mesh("cpu", (4,)), cls=Checkpointed)
@@ -224,7 +227,6 @@ def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
     assert len(saved_copies(forward)) == 5
 
 
-@pytest.mark.once
 def test_inference_is_left_alone(fake_world):
     model = sharded(init_device_mesh("cpu", (4,)))
     kept = Keep()
@@ -236,7 +238,6 @@ def test_inference_is_left_alone(fake_world):
     assert not graph.graph.find_nodes(op="call_function", target=SLICE)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("fake_world", [8], indirect=True)
 def test_shards_of_other_groups(fake_world):
     names = ("replicas", "shards")
@@ -264,7 +265,6 @@ def test_shards_of_other_groups(fake_world):
     assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter({2: READ}))
 
 
-@pytest.mark.once
 def test_what_can_not_be_is_said(fake_world):
     for to, kind, match in (
         (3, ValueError, "a factor of the 4 ranks of the job, got 3"),
@@ -296,6 +296,7 @@ def test_a_number_needs_a_process_group():
         teb.ReshardAfterForward(to=2)
 
 
+@pytest.mark.torch
 def test_the_place_in_the_group_is_part_of_the_key(fake_world):
     passes = [teb.ReshardAfterForward(to=to) for to in (None, 2, 4)]
     passes.append(teb.ReshardAfterForward(to=2))  # in a group of its own
@@ -343,7 +344,7 @@ def _beside_eager(rank, memory):
     [
         (None, {2: 2}),
         (teb.PeakMemory(ratio=0.9), {2: 1}),
-        pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=[pytest.mark.slow, pytest.mark.once]),
+        pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=pytest.mark.slow),
     ],
     ids=["given", "0.9", "9.0"],
 )

@@ -40,6 +40,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_rules_count_what_kernels_allocate(implementation):
     """Three equal parameters, in the first and the second step."""

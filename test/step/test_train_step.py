@@ -22,6 +22,8 @@ from torch_ext_bucketing.step.rules import UPDATE
 from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import digest
 
+pytestmark = pytest.mark.torch
+
 UNITS = ["blocks.0", "blocks.1", ""]
 CLIP = 0.1
 

@@ -248,6 +248,7 @@ def test_ugly_steps_are_eager_fsdp2s(case):
         assert all(found), found
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {}])
 def test_inductors_graphs_update_as_the_optimizer_does(fake_world, options):
     torch._dynamo.reset()

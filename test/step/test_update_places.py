@@ -12,6 +12,8 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.collectives import is_wait, kind_of
 from torch_ext_bucketing.step.rules import UPDATE
 
+pytestmark = pytest.mark.torch
+
 UNITS = ["blocks.0", "blocks.1", ""]
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 

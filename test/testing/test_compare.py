@@ -89,7 +89,6 @@ GROUPS = {
     "orders": (4, ORDERS),
     "hybrid": (4, HYBRID),
 }
-MORE_MARKS = (pytest.mark.slow, pytest.mark.once)
 
 
 def compare_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Comparison]:
@@ -122,11 +121,11 @@ FOUND = {
 @pytest.mark.parametrize(
     ("group", "name"),
     [
-        *(("models", name) for name in MODELS),
-        *(pytest.param("faults", name, marks=pytest.mark.once) for name in FAULTS),
-        *(pytest.param("hybrid", name, marks=pytest.mark.once) for name in HYBRID),
-        *(pytest.param("more", name, marks=MORE_MARKS) for name in MORE),
-        *(pytest.param("orders", name, marks=MORE_MARKS) for name in ORDERS),
+        *(pytest.param("models", name, marks=pytest.mark.torch) for name in MODELS),
+        *(("faults", name) for name in FAULTS),
+        *(pytest.param("hybrid", name, marks=pytest.mark.slow) for name in HYBRID),
+        *(pytest.param("more", name, marks=pytest.mark.slow) for name in MORE),
+        *(pytest.param("orders", name, marks=pytest.mark.slow) for name in ORDERS),
     ],
 )
 def test_the_cause_is_named(group: str, name: str):
@@ -149,7 +148,6 @@ def test_the_cause_is_named(group: str, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_inductors_rounding_is_named():
     comparison = teb.testing.compare(
         models.rounded,
@@ -191,14 +189,12 @@ def messages(rank: Rank) -> list[str]:
     return found
 
 
-@pytest.mark.once
 def test_bad_input_is_named():
     for found in run_ranks(messages, 2, timeout_s=240):
         for message, expected in zip(found, BAD.values(), strict=True):
             assert re.search(expected, message), message
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -222,7 +218,6 @@ def test_bad_options_are_named_before_any_rank_starts(options, expected, monkeyp
 # --- the command ---------------------------------------------------------------------------------
 
 
-@pytest.mark.once
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "found.json"
     small = ["--ranks", "2", "--nodes", "1", "--steps", "2", "--json", str(path)]

@@ -140,7 +140,6 @@ def test_bad_options_are_usage_errors_before_any_rank_starts(options, message, m
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.once
 def test_a_bad_option_costs_no_import_of_torch():
     command = ["-X", "importtime", "-m", "torch_ext_bucketing", "demo", "--dim", "100"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
@@ -156,7 +155,6 @@ def on_aten_kernels(rank: Rank, function: Callable[..., Any], *args: Any) -> Any
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_the_demo_under_inductor_proves_layout_and_reproducibility(tmp_path, monkeypatch, capsys):
     """Run on ATen's kernels, which need no compiling; ``test_parity`` has a cell on Inductor's own.
 

@@ -29,6 +29,7 @@ def test_one_thread(tmp_path):
     assert x.tolist() == [1, 1, 1]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("call", "args", "kwargs"),
     [
@@ -51,6 +52,7 @@ def test_an_operation_is_done_when_cpp_lets_go(call, args, kwargs):
     assert flight.is_done()
 
 
+@pytest.mark.torch
 def test_an_operation_keeps_nothing_alive():
     flight, x = InFlight(), torch.ones(3, requires_grad=True)
     flight.run(lambda tensor: None, x)
@@ -64,6 +66,7 @@ def only_these(monkeypatch):
     monkeypatch.setattr(_gloo, "_all_in_flight", weakref.WeakSet())
 
 
+@pytest.mark.torch
 def test_the_end_of_python_waits_for_what_is_in_flight(only_these):
     flight, x = InFlight(), torch.ones(3, requires_grad=True)
     held = flight.run(held_by_cpp, x)

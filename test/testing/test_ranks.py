@@ -93,7 +93,6 @@ def test_ranks_return_results_by_rank_and_messages_arrive():
     assert sorted(said) == [(r, f"hello from {r}") for r in range(3)]
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("start")
 def test_a_rank_that_raises_ends_all_with_its_traceback():
     with pytest.raises(RankError) as caught:
@@ -104,7 +103,6 @@ def test_a_rank_that_raises_ends_all_with_its_traceback():
     assert "in raise_on_last" in str(caught.value)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -125,7 +123,6 @@ def test_a_rank_that_dies_ends_all(how, text):
     assert not _wait_gone(pids, 1.0)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("start")
 def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
     pids: list[int] = []
@@ -138,7 +135,6 @@ def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
     assert not _wait_gone(pids, 1.0)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("how", "hang"),
     [
@@ -207,7 +203,6 @@ def test_ranks_have_torch_imported_and_one_thread():
     assert again[2] is None
 
 
-@pytest.mark.once
 def test_an_import_that_fails_in_the_server_is_named(tmp_path):
     (tmp_path / "broken.py").write_text("raise ValueError('no such thing')")
     (tmp_path / "parent.py").write_text(

@@ -78,7 +78,6 @@ def test_ring_order(ranks_per_node, group, rings):
     assert [ring_order(topology, c, list(group)) for c in range(4)] == rings
 
 
-@pytest.mark.once
 @given(st.integers(1, 4), st.integers(1, 8), st.sets(st.integers(0, 31), min_size=1, max_size=12))
 def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, channels, group):
     topology = RingTopology(ranks_per_node, channels=channels)
@@ -152,7 +151,6 @@ groups = st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True)
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int32])
 
 
-@pytest.mark.once
 @settings(max_examples=60)
 @given(topologies, groups, dtypes, st.integers(0, 40), st.sampled_from([SUM, AVG, MAX]))
 def test_every_element_is_by_the_rule(topology, group, dtype, count, op):
@@ -190,6 +188,7 @@ def test_avg_multiplies_first_and_divides_integers_last():
     assert simulate_all_reduce(ints, RingTopology(2), op=AVG)[0].tolist() == [3, -3]
 
 
+@pytest.mark.torch
 def test_other_ops_and_shapes():
     topology = RingTopology(2, channels=2, chunk_bytes=16)
     inputs = inputs_of(4, (12, 5), torch.float32)
@@ -576,9 +575,10 @@ def _all_checks(rank, topology):
     dist.destroy_process_group()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("world", "per_node"),
-    [pytest.param(2, 1, marks=[pytest.mark.once, pytest.mark.slow]), (4, 2)],
+    [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)],
     ids=["2x1", "2x2"],
 )
 def test_real_ranks(world, per_node):
@@ -594,7 +594,6 @@ dist.all_reduce(torch.ones(100_000))
 """
 
 
-@pytest.mark.once
 def test_a_process_ends_quietly_with_its_group_left_open(tmp_path):
     command = [sys.executable, "-W", "error", "-c", LEFT_OPEN, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

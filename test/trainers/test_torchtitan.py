@@ -62,7 +62,7 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.trainers import torchtitan  # noqa: E402
 from torch_ext_bucketing.trainers.torchtitan_step import check_trainer  # noqa: E402
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 
 @pytest.fixture(autouse=True)

@@ -154,6 +154,7 @@ def test_a_bound_on_memory_excludes_a_candidate(monkeypatch):
             t.until_chosen()
 
 
+@pytest.mark.torch
 def test_a_step_that_compiles_is_measured_again(monkeypatch):
     with fresh_cache():
         t = Training(monkeypatch, {"a": 10.0, "b": 20.0}, steps=1)
@@ -303,6 +304,7 @@ def test_ranks_take_the_factors_of_rank_0s_estimates(monkeypatch):
         assert report.factors == pytest.approx(TRUE, rel=0.1)
 
 
+@pytest.mark.torch
 def test_a_choice_travels_in_cache_artifacts(monkeypatch):
     CacheArtifactManager.clear()
     with fresh_cache():

@@ -92,9 +92,9 @@ def _tunes(rank, compiler, dim):
 @pytest.mark.parametrize(
     ("compiler", "dim"),
     [
-        ("aot_eager", 8),
+        pytest.param("aot_eager", 8, marks=pytest.mark.slow),
         ("aot_eager", 7),  # rows that two ranks can't share evenly
-        pytest.param("inductor", 8, marks=[pytest.mark.slow, pytest.mark.once]),
+        pytest.param("inductor", 8, marks=pytest.mark.slow),
     ],
 )
 def test_training_goes_on_through_it_with_the_bits_of_one_plan(compiler, dim, tmp_path):
@@ -173,6 +173,7 @@ def test_a_late_rank_is_named_on_every_rank():
         assert (candidate, ranks) == ("no buckets", (1,))
 
 
+@pytest.mark.torch
 def test_a_candidate_that_does_not_compile_on_one_rank_stops_all():
     for text, candidate, ranks, _ in run_ranks(_stops, 2, "compile", timeout_s=200):
         assert "rank 1 failed before the optimizer's step" in text
@@ -218,7 +219,7 @@ def _ends(rank, folder):
             raise
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_killed_rank_is_named_and_no_other_has_changed_a_weight(ranks, tmp_path):
     # run_ranks gives the others half a second once one has died, so they are started by hand.
     killed = ranks - 1
