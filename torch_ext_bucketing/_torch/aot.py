@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import descriptors as _descriptors
+from .draws import without_draws
 from .private import private_torch
 
 # The partitioner saves a node at the border of two checkpointed regions, which this number
@@ -23,12 +23,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 def mark_recompute(node: fx.Node) -> None:
     """Make the partitioner recompute ``node`` in backward instead of saving it."""
     node.meta["ac_graph_id"] = _RECOMPUTE_REGION
-    # Of a random operator with several results mark only the results. Otherwise the partitioner
-    # saves the generator's state after the meshes among the outputs, where AOTAutograd expects
-    # tensors (torch 2.13).
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if not (random and all(u.target is operator.getitem for u in node.users)):
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def mark_save(node: fx.Node) -> None:
@@ -180,7 +175,7 @@ def compile_aot(
     def partition(joint_gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         joint(joint_gm)
         joint_gm.recompile()
-        return default_partition(joint_gm, inputs, **kwargs)
+        return without_draws(default_partition)(joint_gm, inputs, **kwargs)
 
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         added, with_values = extend(graph)

@@ -26,6 +26,7 @@ from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import CustomGraphPass, compile_inductor
 from .._torch.offloading import copies_in_partitioner
 from .._torch.process_groups import compiles_for_all_ranks, default_group
+from .._torch.sorting import sort_topologically
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
@@ -244,6 +245,8 @@ class _InductorPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._stage == "joint":
+            # Inductor's patterns leave fused attention where it stands before its inputs.
+            sort_topologically(graph)
             self._passes.run("joint", graph, self._compilation)
             return
         report = self._compilation.report
