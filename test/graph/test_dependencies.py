@@ -261,3 +261,28 @@ def test_what_nothing_reads_takes_no_time():
     assert found[dead] == found[dead.args[0]] == 0.0
     assert all(found[n] > 0 for n in (random, used, gathered.args[0], write))
     assert unused(model.dependencies.nodes) == {dead, dead.args[0]}
+
+
+library = torch.library.Library("dependencies_test", "FRAGMENT")
+library.define("untagged(Tensor x) -> Tensor")
+library.define("pointwise(Tensor x) -> Tensor", tags=(torch.Tag.pointwise,))
+
+
+def test_operators_that_may_draw_keep_their_order():
+    """Others, and attention without dropout, may be moved past them."""
+    b, ops = Builder(), torch.ops.dependencies_test
+    p = b.leaf(64, torch.float32)
+    x = b.call(_aten.view.default, (p, [1, 1, 8, 8]), 64, torch.float32)
+    cudnn = _aten._scaled_dot_product_cudnn_attention.default
+    calls = [
+        b.call(_aten.rand_like.default, (p,), 64, torch.float32),
+        b.call(ops.untagged.default, (p,), 64, torch.float32),
+        b.call(ops.pointwise.default, (p,), 64, torch.float32),
+        b.call(cudnn, (x, x, x, None, True), 64, torch.float32),
+        b.call(cudnn, (x, x, x, None, True, 0.1), 64, torch.float32),
+        b.call(ops.untagged.default, (p,), 64, torch.float32),
+    ]
+    rand, first, _, _, drops, _ = calls
+    dependencies = GraphAnalysis(b.finish(calls).graph).dependencies
+    mine = [needed(dependencies, node).intersection(calls) for node in calls]
+    assert mine == [set(), {rand}, set(), set(), {rand, first}, {rand, first, drops}]

@@ -10,6 +10,7 @@ import torch.fx as fx
 from .._torch.aot import backward_nodes
 from ..graph.collectives import is_compute, kind_of
 from ..graph.moves import CONSTANTS, is_move
+from ..graph.purity import may_run_twice
 from ..graph.tags import tag_of
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             if all(i.op == "placeholder" or i in before for i in inputs):
                 before[node] = {**union(before, inputs), node: None}
             continue
-        if served and not moves and not is_compute(node):
+        if served and not moves and not is_compute(node) and may_run_twice(node):
             # An all-gather extension may compute the full parameter here.
             made = {made_of.get(start.all_input_nodes[0]) for start in served}
             alone = all(i in ahead or i in made_of or i.target in CONSTANTS for i in inputs)

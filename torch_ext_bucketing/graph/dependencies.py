@@ -7,7 +7,8 @@ A node depends on its inputs. In addition, these nodes keep their order:
 
       start(p) -> wait        copy_(p, new)        copy_ stays after wait, not only after start
 
-- Operators that draw random numbers from the generator's state, among themselves.
+- Calls that draw random numbers from the generator's state, among themselves. Operators that are
+  not known to be pure (:mod:`.purity`) count: one without tags may draw, or read and write state.
 - An assertion on a size or another number, and the nodes after it that use the number, or the
   tensor whose size it is. They must not run unchecked.
 - The marks of profiled ranges, among themselves. After scheduling, a range no longer shows where
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .._torch.draws import draws
 from .collectives import (
     group_name,
     is_assertion,
@@ -36,19 +38,8 @@ from .collectives import (
     kind_of,
 )
 from .host_copies import host_stream, is_host_wait, launched_by
+from .purity import FUNCTIONAL, is_known
 from .writes import Writes, written_values
-
-# Higher-order operators without side effects.
-_FUNCTIONAL = frozenset(
-    {
-        "auto_functionalized",
-        "auto_functionalized_v2",
-        "flex_attention",
-        "flex_attention_backward",
-        "invoke_subgraph",
-        "triton_kernel_wrapper_functional",
-    }
-)
 
 _READ_CONTENTS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
@@ -156,7 +147,7 @@ class Dependencies(Precedence):
                 chain = kind and (self.group[i], kind)
             elif stream := host_stream(node):
                 self.group[i] = stream  # copies may overtake each other
-            elif _draws_random_numbers(node):
+            elif draws(node) or not is_known(node):
                 chain = "random"
             elif _is_profiler_mark(node):
                 chain = "profiler"
@@ -187,7 +178,7 @@ def _acts(node: fx.Node) -> bool:
         or is_assertion(node)
         or _is_barrier(node)
         or _is_profiler_mark(node)
-        or _draws_random_numbers(node)
+        or draws(node)
         or bool(written_values(node))
     )
 
@@ -199,12 +190,12 @@ def _is_barrier(node: fx.Node) -> bool:
         return False
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return target.name() not in _FUNCTIONAL
+        return target.name() not in FUNCTIONAL and not draws(node)
     if not isinstance(target, torch._ops.OpOverload):
         return not is_view(node)
     # Writes and random numbers have finer rules than a barrier.
     finer = target.namespace == "_c10d_functional" or target._schema.is_mutable
-    return not finer and not _draws_random_numbers(node) and node.is_impure()
+    return not finer and node.is_impure(impure_random=False)
 
 
 def _asserted(assertion: fx.Node) -> list[fx.Node]:
@@ -234,11 +225,3 @@ def _asserted(assertion: fx.Node) -> list[fx.Node]:
 
 def _is_profiler_mark(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler"
-
-
-def _draws_random_numbers(node: fx.Node) -> bool:
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )

@@ -64,6 +64,8 @@ class KeepReport(Report):
             ``bound_bytes``.
         measured_bytes: peak of the device in the first step; 0: not measured.
         unread: units that backward does not read, so that nothing is kept.
+        unknown: operators that are never computed again, since their tags do not show that they may
+            run twice (:mod:`.purity`), with the number of calls.
         next_ms: time that one more GiB would save, by keeping ``next_units``, too.
         less_ms: time that one GiB less would cost; None: no choice found keeps that bound.
         curve: bound in bytes, step in ms, peak in bytes and number of units kept; on request.
@@ -88,6 +90,7 @@ class KeepReport(Report):
     state_bytes: int = 0
     measured_bytes: int = 0
     unread: tuple[str, ...] = ()
+    unknown: tuple[tuple[str, int], ...] = ()
     next_ms: float = 0.0
     next_units: tuple[str, ...] = ()
     less_ms: float | None = None
@@ -145,6 +148,9 @@ class KeepReport(Report):
         lines += [f"  {line}" for line in table(_UNIT, shown, right=(2, 3, 4, 5)) if self.units]
         if self.unread:
             lines.append(f"  backward reads nothing of {', '.join(self.unread)}")
+        if self.unknown:
+            calls = ", ".join(f"{name} ({number})" for name, number in self.unknown)
+            lines.append(f"  never computed again, as no tag shows that they may be: {calls}")
         if self.size_hints:
             lines.append(f"  {self.size_hints}")
         if self.warning:

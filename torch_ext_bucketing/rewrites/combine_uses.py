@@ -41,6 +41,7 @@ from ..graph.analysis import GraphAnalysis
 from ..graph.calls import ancestors, call, contiguous_copy
 from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
+from ..graph.purity import may_run_twice
 from ..graph.regions import Cut, StructuralIds, cuts_before, erase_unused, outside_reader
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
@@ -250,7 +251,7 @@ def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
     before = ancestors(gathers)
     first: dict[Any, fx.Node] = {}
     for node in [n for n in graph.nodes if n in before]:
-        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        if may_run_twice(node):
             key = (node.target, repr((node.args, node.kwargs)), in_backward(node))
             same = first.setdefault(key, node)
             if same is not node:

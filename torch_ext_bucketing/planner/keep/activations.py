@@ -11,29 +11,28 @@ be saved::
     block 3   x -> norm -> mm -> silu -> mm -> add -> y       y, and x before it, are saved;
               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^             the rest is in groups
 
-Nodes that the user marked (``torch.utils.checkpoint``), that draw random numbers, have effects, or
+Nodes that the user marked (``torch.utils.checkpoint``), that may not run twice (:mod:`.purity`), or
 make sizes that depend on data, are not in any group.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import torch
 import torch.fx as fx
 
 from ..._torch import aot as _aot
 from ...graph.collectives import (
-    argument,
     is_collective,
     is_compute,
-    is_number,
     is_view,
     is_wait,
     tensors_in,
 )
+from ...graph.purity import is_known, may_run_twice
 
 
 class Stretch(NamedTuple):
@@ -66,6 +65,8 @@ class Activations:
         groups: nodes by stretch and sort, in graph order.
         views: views of nodes in groups; they are never saved.
         saved: nodes that stretches hand on, and nodes that must not run twice.
+        unknown: names of operators among the latter whose tags do not show what they do, with the
+            number of calls.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Activations:
         self.groups: dict[tuple[Stretch, str], list[fx.Node]] = {}
         self.views: dict[fx.Node, None] = {}
         self.saved: dict[fx.Node, None] = {}
+        self.unknown: Counter[str] = Counter()
         inside = _aot.forward_nodes(graph)
         self._nodes = [n for n in inside if n.op == "call_function" and n not in moves]
         self._inside = inside
@@ -176,11 +178,15 @@ class Activations:
 
     def _sort(self, node: fx.Node, early: bool) -> None:
         stretch = self._stretch.get(node)
-        if stretch is None or "recompute" in node.meta or is_number(node):
+        # The partitioner can't save a result without tensors.
+        if stretch is None or "recompute" in node.meta or not tensors_in(node.meta.get("val")):
             return
-        whole = node.args[0] if node.target is operator.getitem else node
+        whole = _whole(node)
+        if not is_known(node):
+            self.unknown[str(node.target)] += 1
         handed_on = node in self._outputs or (stretch in self._long and self._later(node))
-        if handed_on or not _may_run_twice(node) or whole in self.saved:
+        once = node.meta.get("unbacked_bindings") or not may_run_twice(node)
+        if handed_on or once or whole in self.saved:
             self.saved[node] = None
         elif is_view(node) and not is_wait(node) and whole is node:
             self.views[node] = None
@@ -192,6 +198,13 @@ class Activations:
             self.groups.setdefault((stretch, sort), []).append(node)
 
 
+def _whole(node: fx.Node) -> fx.Node:
+    """Return the node whose results ``node`` is one of, or the node itself."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
 def _is_cheap(node: fx.Node) -> bool:
     return _sort_of(node) == "cheap"
 
@@ -199,19 +212,6 @@ def _is_cheap(node: fx.Node) -> bool:
 def _sort_of(node: Any) -> str:
     if is_collective(node) or is_wait(node):
         return "communication"
-    if "attention" in str(node.target):
+    if any(part in str(node.target) for part in ("attention", "varlen_attn")):
         return "attention"
     return "products" if is_compute(node) else "cheap"
-
-
-def _may_run_twice(node: fx.Node) -> bool:
-    """Return whether running a node twice gives the same result and has no effects."""
-    if node.meta.get("unbacked_bindings") or not tensors_in(node.meta.get("val")):
-        return False
-    if is_wait(node) or is_collective(node):
-        return True
-    target = node.target
-    tags = getattr(target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return _sort_of(node) == "attention" and not argument(node, "dropout_p")
-    return not node.is_impure()

@@ -238,7 +238,10 @@ class ReshardAfterForward(GraphPass):
         )
         if report.warning:
             compilation.warn(report.warning, NothingKeptWarning)
-        compilation.report.rewrites.append(replace(report, state_bytes=self.state_bytes))
+        found = planner.partitioned.activations
+        unknown = () if found is None else tuple(sorted(found.unknown.items()))
+        report = replace(report, state_bytes=self.state_bytes, unknown=unknown)
+        compilation.report.rewrites.append(report)
         return choice
 
     def settings(self) -> tuple[Any, ...]:
