@@ -33,9 +33,9 @@ from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import FSDP_KINDS
+from torch_ext_bucketing.graph.fusion import fused
 from torch_ext_bucketing.graph.size_hints import SizeHints
 from torch_ext_bucketing.planner.cost.cost import Costs
-from torch_ext_bucketing.planner.cost.fusion import kernels_of
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .bucketing import parameter_groups
@@ -61,7 +61,7 @@ class _Ours(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         clock = time.process_time()
         nodes = [n for n in graph.nodes if n.op == "call_function"]
-        self.nbytes = [k.nbytes for k in kernels_of(nodes, self.costs.result_bytes)]
+        self.nbytes = [k.nbytes for k in fused(nodes, self.costs.result_bytes).kernels]
         self.seconds = time.process_time() - clock
 
     def uuid(self) -> None:

@@ -7,8 +7,8 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_ext_bucketing.graph.fusion import fused
 from torch_ext_bucketing.planner.cost.cost import Costs
-from torch_ext_bucketing.planner.cost.fusion import kernels_of
 from torch_ext_bucketing.planner.cost.machine import Machine
 
 pytestmark = pytest.mark.torch
@@ -43,7 +43,7 @@ class Graph:
             if self.device == "cuda" and isinstance(value := node.meta.get("val"), torch.Tensor):
                 value.fake_device = torch.device("cuda:0")
         nodes = [n for n in self.graph.nodes if n.op == "call_function"]
-        found = kernels_of(nodes, Costs().result_bytes, absent)
+        found = fused(nodes, Costs().result_bytes, absent).kernels
         return [(list(k.shares), k.nbytes) for k in found]
 
 

@@ -20,12 +20,14 @@ import torch.fx as fx
 from .._torch.aot import stage_of
 from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kind_of
 from .dependencies import Dependencies, unused
-from .liveness import Storages, storages_of
+from .fusion import Fused, fused
+from .liveness import Storages, storages_of, with_fused
 from .records import Collective, gradient_sums
 from .regions import positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
 from .unwrap import GraphLike, graph_of
+from .work import result_bytes
 from .writes import Writes
 
 
@@ -37,6 +39,8 @@ class GraphAnalysis:
         size_hints: numbers for sizes that depend on data; see :func:`.backend`.
         donated: whether an input is freed at its last use; None: :func:`.donated_by_autograd`.
         external_live_bytes: bytes in memory during the whole run that are not inputs of the graph.
+        fuses: whether Inductor runs the graph, so that elementwise operators and reductions are its
+            kernels.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class GraphAnalysis:
         *,
         donated: Callable[[fx.Node], bool] | None = None,
         external_live_bytes: int = 0,
+        fuses: bool = False,
     ) -> None:
         self.graph = graph
+        self.fuses = fuses
         self.hints = SizeHints.of(size_hints)
         self.external_live_bytes = external_live_bytes
         self._donated = donated
@@ -127,7 +133,7 @@ class GraphAnalysis:
     @cached_property
     def liveness(self) -> Storages:
         """The storages that each movable node allocates and touches."""
-        return storages_of(
+        live = storages_of(
             self.graph,
             self.dependencies,
             self.shard_side,
@@ -135,6 +141,22 @@ class GraphAnalysis:
             self._donated,
             self.external_live_bytes,
         )
+        if self.fused is None:
+            return live
+        return with_fused(live, self.dependencies, live.of_node, self.fused)
+
+    @cached_property
+    def fused(self) -> Fused | None:
+        """The kernels that Inductor makes of the movable nodes, if it does."""
+        if not self.fuses:
+            return None
+        found = fused(self.dependencies.nodes, self.result_bytes, self.free)
+        found.within.update(unused(self.dependencies.nodes))  # Inductor drops them
+        return found
+
+    def result_bytes(self, node: fx.Node) -> int:
+        """Count the bytes of the tensors that a node returns."""
+        return result_bytes(node, self.hints)
 
     @cached_property
     def peak_bytes(self) -> int:

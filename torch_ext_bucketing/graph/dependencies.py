@@ -68,6 +68,18 @@ class Precedence:
             for i, mine in enumerate(self.needs)
         )
 
+    def runs_after(self, i: int, others: Collection[int]) -> bool:
+        """Return whether node ``i`` depends on all ``others``, itself among them or not."""
+        left = {j for j in others if j != i}
+        first, seen, stack = min(left, default=i), {i}, [i]
+        while stack and left:
+            for j in self.needs[stack.pop()]:
+                if j >= first and j not in seen:
+                    left.discard(j)
+                    seen.add(j)
+                    stack.append(j)
+        return not left
+
 
 class Dependencies(Precedence):
     """The dependencies between a graph's movable nodes.

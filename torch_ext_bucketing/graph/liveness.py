@@ -4,6 +4,8 @@ Bytes are counted per storage, so that views and other aliases count once. A sto
 the node that allocates it to the last node that touches it, unless it is an output or an input
 that the caller keeps: these stay. What a collective or a copy to or from host memory reads and
 writes is live until its wait. Host memory does not count.
+
+Where Inductor runs the graph, its kernels count instead of operators (:func:`with_fused`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -21,7 +23,8 @@ import torch.fx as fx
 
 from .._torch import aot as _aot
 from .collectives import is_collective, is_number, is_view, tensors_in
-from .dependencies import Dependencies
+from .dependencies import Dependencies, Precedence
+from .fusion import Fused
 from .host_copies import is_on_host, launched_by
 from .size_hints import SizeHints
 from .tags import buffer_bytes
@@ -123,6 +126,75 @@ class Storages:
             steps[begin] += nbytes
             steps[end] -= nbytes
         return max(map(operator.add, self.own_profile, itertools.accumulate(steps)), default=0)
+
+
+def with_fused(
+    live: Storages,
+    dependencies: Precedence,
+    of_node: Mapping[fx.Node, tuple[int, ...]],
+    found: Fused,
+    donated: Collection[int] = (),
+) -> Storages:
+    """Return the storages of nodes that run as fused kernels.
+
+    - What no other kernel reads takes no bytes.
+    - A kernel's inputs are live until it has run. A value computed inside its readers so leaves its
+      own inputs live for them. A view runs no kernel.
+    - A buffer that a kernel reads last, in any order, holds a result of equal size.
+
+    Args:
+        live: the storages of the nodes without fusion.
+        dependencies: the nodes, by place.
+        of_node: the storages of nodes' results.
+        found: the kernels.
+        donated: storages that are live at the start and may be written to.
+    """
+    at_start = {s for touched in live.touches for s in touched}
+    size, touches, row = list(live.size), list[tuple[int, ...]](), dict[fx.Node, int]()
+    for i, (node, new) in enumerate(zip(dependencies.nodes, live.allocates, strict=True)):
+        at_start.difference_update(new)
+        row.setdefault(node, i)
+    there = {*at_start, *(s for new in live.allocates for s in new)}
+    touched_by: dict[int, list[int]] = {}
+    for i, (node, new, mine) in enumerate(
+        zip(dependencies.nodes, live.allocates, live.touches, strict=True)
+    ):
+        if row[node] == i:
+            if node in found.within:
+                for s in new:
+                    size[s] = 0
+            if node in found.within or node in found.written:
+                mine = tuple(dict.fromkeys((*new, *of_node.get(node, ()))))
+            elif is_view(node) and launched_by(node) is None:
+                mine = new
+            reads = found.reads.get(node, ())
+            more = [s for b in reads for s in of_node.get(b, ()) if s in there]
+            mine = tuple(dict.fromkeys((*mine, *more)))
+        touches.append(mine)
+        for s in mine:
+            touched_by.setdefault(s, []).append(i)
+    instead: dict[int, int] = {}  # storage -> the one that holds its bytes
+    free = {s for s in there if s not in live.kept and (s not in at_start or s in donated)}
+    for node, buffers in found.reused.items():
+        mine = tuple(s for s in of_node.get(node, ()) if s in free) if node in row else ()
+        if len(mine) != 1 or not size[mine[0]]:
+            continue
+        for buffer in buffers:
+            given = of_node.get(buffer, ())
+            s = given[0] if len(given) == 1 else -1
+            first = instead.get(s, s)
+            if s not in free or s == mine[0] or size[first] != size[mine[0]]:
+                continue
+            if dependencies.runs_after(row[node], touched_by[s]):
+                instead[mine[0]] = first
+                size[mine[0]] = 0
+                free.discard(s)
+                break
+    if instead:
+        for i, mine in enumerate(touches):
+            more = [instead[s] for s in mine if s in instead]
+            touches[i] = tuple(dict.fromkeys((*mine, *more))) if more else mine
+    return Storages(size, live.allocates, touches, live.kept, live.at_start, live.of_node)
 
 
 class LiveBytes:

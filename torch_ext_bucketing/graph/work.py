@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch.fx as fx
 
+from .collectives import tensors_in
+from .size_hints import SizeHints
 from .tags import note, noted
 
 _KEY = "bucketing_work"
@@ -34,3 +36,12 @@ def work_of(node: fx.Node) -> Work | None:
     """Return what was noted; None for nodes that cost what their sizes are."""
     found: Work | None = noted(node, _KEY)
     return found
+
+
+def result_bytes(node: fx.Node, hints: SizeHints) -> int:
+    """Count the bytes of the tensors that a node returns."""
+    work = work_of(node)
+    if work is not None:
+        return work.result
+    values = tensors_in(node.meta.get("val"))
+    return sum(hints(t.numel()) * t.dtype.itemsize for t in values)

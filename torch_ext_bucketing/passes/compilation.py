@@ -88,7 +88,7 @@ class Compilation:
         choice: set by ``ReshardAfterForward("auto")``.
         baseline: memory of the current graph, set by the pipeline.
         extension: adds nodes to the graphs after the partitioner.
-        fuses: whether the graph will run as Inductor's kernels; estimates of time take that.
+        fuses: whether the graph will run as Inductor's kernels; estimates take that.
     """
 
     input_fqns: FqnOf | None = None
@@ -112,8 +112,9 @@ class Compilation:
         """Analyse ``graph``, once until the next pass has run."""
         g = graph_of(graph)
         if self._analysis is None or self._analysis.graph is not g:
+            more = self.baseline.external_live_bytes
             self._analysis = GraphAnalysis(
-                g, self.size_hints, external_live_bytes=self.baseline.external_live_bytes
+                g, self.size_hints, external_live_bytes=more, fuses=self.fuses
             )
         return self._analysis
 

@@ -2,7 +2,7 @@
 
 A compute node takes its FLOPs, counted by torch's FLOP counter, over the machine's rate for their
 dtype, or the time to move its bytes if that is longer. Other kernels move their bytes; views take
-no time. Where Inductor runs the graph those that it fuses are one kernel (:mod:`.fusion`). A
+no time. Where Inductor runs the graph those that it fuses are one kernel (:mod:`.graph.fusion`). A
 collective takes the time of the machine's table or network levels (:mod:`.machine`), else of
 torch's model of NCCL (``torch._inductor.comm_analysis``, which follows NCCL's tuning model). A
 machine's own ``estimate`` comes first.
@@ -32,12 +32,12 @@ from ...graph.collectives import (
     kind_of,
     tensors_in,
 )
+from ...graph.fusion import fused, is_fused, is_read_once
 from ...graph.host_copies import FROM_HOST, TO_HOST, host_stream
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
-from ...graph.work import work_of
+from ...graph.work import result_bytes, work_of
 from ...graph.writes import written_values
-from .fusion import is_fused, is_read_once, kernels_of
 from .machine import H100, Machine
 from .network import is_time
 
@@ -110,14 +110,14 @@ class Costs:
         Args:
             nodes: nodes of one graph, in its order.
             absent: nodes that may differ from rank to rank, or that don't run.
-            kept: see :func:`.kernels_of`.
+            kept: see :func:`.fused`.
         """
         shares: dict[fx.Node, list[float]] = {}
         if self.machine.fuses:
             for node in nodes:
                 if node not in absent and is_fused(node) and self._estimated(node, None) is None:
                     shares[node] = []
-            for kernel in kernels_of(nodes, self.result_bytes, absent, kept):
+            for kernel in fused(nodes, self.result_bytes, absent, kept).kernels:
                 ms = self.kernel(kernel.nbytes) / max(kernel.nbytes, 1)
                 for node, nbytes in kernel.shares.items():
                     if node in shares:
@@ -283,11 +283,7 @@ class Costs:
 
     def result_bytes(self, node: fx.Node) -> int:
         """Count the bytes of the tensors that a node returns."""
-        work = work_of(node)
-        if work is not None:
-            return work.result
-        values = tensors_in(node.meta.get("val"))
-        return sum(self.hints(t.numel()) * t.dtype.itemsize for t in values)
+        return result_bytes(node, self.hints)
 
     def _flops(self, node: fx.Node) -> float:
         from torch.utils.flop_counter import flop_registry

@@ -35,13 +35,13 @@ from ...fsdp.chains import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import is_collective, is_number, is_wait
+from ...graph.fusion import is_fused
 from ...graph.liveness import Storages
 from ...graph.pause_gc import paused_gc
 from ...graph.tags import tag_of
 from ...passes.park import could_park
 from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
-from ..cost.fusion import is_fused
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
 from .activations import Activations

@@ -38,9 +38,11 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
     if isinstance(machine, Costs):
         costs = machine
         if not isinstance(graph, GraphAnalysis):
-            graph = GraphAnalysis(graph_of(graph), costs.hints)
+            fuses = bool(costs.machine.fuses)
+            graph = GraphAnalysis(graph_of(graph), costs.hints, fuses=fuses)
     else:
-        graph = GraphAnalysis.of(graph)
+        if not isinstance(graph, GraphAnalysis):
+            graph = GraphAnalysis(graph_of(graph), fuses=bool(machine.fuses))
         costs = Costs(machine, graph.hints)
     dependencies = graph.dependencies
     nodes, index = dependencies.nodes, dependencies.index

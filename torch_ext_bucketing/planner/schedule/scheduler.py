@@ -117,14 +117,36 @@ def schedule(
             raise ValueError(f"{name} must be a number of bytes, got {value!r}")
     graph = graph_of(gm)
     hints = SizeHints.of(size_hints)
+
+    def modelled(costs: Costs) -> Model:
+        analysis = GraphAnalysis(
+            graph,
+            hints,
+            donated=donated,
+            external_live_bytes=external_live_bytes,
+            fuses=bool(machine.fuses),
+        )
+        return model_of(analysis, costs)
+
+    def reorder(model: Model, order: Sequence[int]) -> None:
+        if not model.dependencies.is_order(order):
+            raise AssertionError("the order breaks a dependency")
+        _reorder(graph, model.dependencies, order)
+
     try:
         with paused_gc():
-            analysis = GraphAnalysis(
-                graph, hints, donated=donated, external_live_bytes=external_live_bytes
-            )
-            costs = Costs(machine, analysis.hints)
-            model = model_of(analysis, costs)
+            costs = Costs(machine, hints)
+            model = modelled(costs)
             report, order, _ = schedule_model(model, policies, reference_bytes, like=like)
+            reorder(model, order)
+            if machine.fuses:  # which kernels there are depends on the order
+                model, first = modelled(costs), report
+                report, order = _in_its_order(model, policies, first), range(len(model))
+                if report.misses > first.misses:
+                    again = schedule_model(model, policies, first.reference_bytes)
+                    reorder(model, again.order)
+                    model = modelled(costs)
+                    report = _in_its_order(model, policies, again.report, first)
             price = _rank_order_ms(model, order, costs)
             notes = report.notes
             if price is not None and "all_to_all" in costs.by_torch:
@@ -136,9 +158,6 @@ def schedule(
                 optimizer_ms=_optimizer_ms(model, order),
                 notes=notes,
             )
-        if not model.dependencies.is_order(order):
-            raise AssertionError("the order breaks a dependency")
-        _reorder(graph, model.dependencies, order)
         if isinstance(gm, fx.GraphModule):
             gm.recompile()
     except Exception as error:  # losing a compile over its order would be worse than any order
@@ -148,6 +167,32 @@ def schedule(
     for text in report.warnings:
         warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
     return report
+
+
+def _in_its_order(
+    model: Model,
+    policies: Sequence[Policy],
+    made: ScheduleReport,
+    first: ScheduleReport | None = None,
+) -> ScheduleReport:
+    """Return the report of a graph that has the order ``made``, with the bytes that it has there.
+
+    ``first`` is the report of the graph's former order, if ``made`` is another one's.
+    """
+    given = first or made
+    reached = Timeline.of(model)
+    case = Case(model, reached, given.reference_bytes)
+    bounds = tuple(p.report(case, reached) for p in policies)
+    return replace(
+        made,
+        step_ms=(given.step_ms[0], made.step_ms[1]),
+        exposed_ms=(given.exposed_ms[0], made.exposed_ms[1]),
+        peak_bytes=(given.peak_bytes[0], reached.peak_bytes),
+        longest_run=(given.longest_run[0], made.longest_run[1]),
+        bounds=bounds,
+        misses=sum(p.misses(case, reached) for p in policies),
+        warnings=(*model.graph.hints.problems, *(b.warning for b in bounds if b.warning)),
+    )
 
 
 @dataclass(frozen=True, eq=False)

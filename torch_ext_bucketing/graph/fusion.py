@@ -24,22 +24,25 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...graph.collectives import is_view, tensors_in
+from .collectives import is_view, tensors_in
 
 _aten = torch.ops.aten
 _MORE_POINTWISE = frozenset(
     {
         _aten._to_copy.default,
+        _aten._unsafe_index.Tensor,
         _aten.cat.default,
         _aten.clone.default,
         _aten.constant_pad_nd.default,
         _aten.copy_.default,
         _aten.embedding.default,
+        _aten.flip.default,
         _aten.full.default,
         _aten.gather.default,
         _aten.index.Tensor,
         _aten.repeat.default,
         _aten.scalar_tensor.default,
+        _aten.select_scatter.default,
         _aten.slice_scatter.default,
         torch.ops.prims.convert_element_type.default,
         torch.ops.prims.iota.default,
@@ -51,6 +54,21 @@ _SCATTERS = {
     _aten.scatter_add.default: 3,
 }
 """Operators that add to a copy of their first argument, and the place of the added values."""
+_MOVES = frozenset(
+    {
+        _aten._unsafe_index.Tensor,
+        _aten.cat.default,
+        _aten.constant_pad_nd.default,
+        _aten.embedding.default,
+        _aten.flip.default,
+        _aten.gather.default,
+        _aten.index.Tensor,
+        _aten.repeat.default,
+        _aten.select_scatter.default,
+        _aten.slice_scatter.default,
+    }
+)
+"""Operators that read other elements than those at the place that they write."""
 _READS_REUSED = 4
 """The most buffers of a value that several readers compute again."""
 _CAT = 8
@@ -79,12 +97,34 @@ class Kernel:
         return sum(self.shares.values())
 
 
-def kernels_of(
+@dataclass
+class Fused:
+    """The kernels of some nodes, and the buffers that these read and write.
+
+    Args:
+        kernels: the kernels.
+        within: nodes whose results are in no buffer: they are computed inside the readers, or read
+            by their own kernel alone.
+        written: nodes that a kernel writes, into buffers or into its inputs.
+        reads: by one node of each kernel, the buffers that the kernel reads. The node is the first
+            one that has all of them before it.
+        reused: by node that a kernel writes, buffers of the same size that it may write it into,
+            as each element is read for the same element alone.
+    """
+
+    kernels: list[Kernel] = field(default_factory=list)
+    within: set[fx.Node] = field(default_factory=set)
+    written: set[fx.Node] = field(default_factory=set)
+    reads: dict[fx.Node, dict[fx.Node, None]] = field(default_factory=dict)
+    reused: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+
+def fused(
     nodes: Sequence[fx.Node],
     size: Callable[[fx.Node], int],
     absent: Collection[fx.Node] = (),
     kept: Callable[[fx.Node], bool] | None = None,
-) -> list[Kernel]:
+) -> Fused:
     """Group the elementwise operators and reductions among ``nodes``.
 
     Args:
@@ -93,7 +133,7 @@ def kernels_of(
         absent: nodes that count as no reader and no kernel, as they differ from rank to rank.
         kept: whether a value outlives the nodes, so it is written. None: what other nodes read.
     """
-    return _Walk(nodes, size, absent, kept).kernels
+    return _Walk(nodes, size, absent, kept).found()
 
 
 class _Walk:
@@ -112,6 +152,8 @@ class _Walk:
         self._absent, self._size = absent, functools.cache(size)
         self._root: dict[fx.Node, fx.Node] = {}
         self._inline: dict[fx.Node, dict[fx.Node, int]] = {}  # value -> bytes of each buffer
+        self._aligned: dict[fx.Node, set[fx.Node]] = {}  # value -> buffers read element by element
+        self._joined: list[tuple[int, fx.Node, dict[fx.Node, int]]] = []
         self._made_by: dict[fx.Node, int] = {}  # buffer -> kernel, which may be another library's
         self._before: list[int] = []  # by kernel, a bit set of those it needs
         self._at: list[Kernel | None] = []
@@ -130,6 +172,48 @@ class _Walk:
             kernel = self._at[number]
             if kernel is not None and node in self._left:
                 kernel.shares[node] = kernel.shares.get(node, 0) + self._size(node)
+
+    def found(self) -> Fused:
+        """Return the kernels, with their buffers."""
+        found = Fused(self.kernels)
+        found.written = {node for _, node, _ in self._joined}
+        found.within = {n for n in self._inline if n not in found.written}
+        found.within.update(n for _, n in self._written if n not in self._left)
+        place = {node: i for i, node in enumerate(self._inside)}
+        members: dict[int, dict[fx.Node, None]] = {}
+        inputs: dict[int, dict[fx.Node, int]] = {}  # with the number of members that read each
+        for number, node, reads in self._joined:
+            members.setdefault(number, {})[node] = None
+            mine = inputs.setdefault(number, {})
+            for buffer in reads:
+                if self._made_by.get(buffer) != number:
+                    mine[buffer] = mine.get(buffer, 0) + 1
+        for number, mine in inputs.items():
+            ready = max((place.get(b, -1) for b in mine), default=-1)
+            together = sorted(members[number], key=place.__getitem__)
+            first = next((n for n in together if place[n] > ready), together[-1])
+            found.reads.setdefault(first, {}).update(dict.fromkeys(mine))
+        for number, node, reads in self._joined:
+            if node in found.within:
+                continue
+            aligned = [
+                b
+                for b in self._aligned.get(node, ())
+                if inputs[number].get(b) == 1 and b in reads and self._size(b) == self._size(node)
+            ]
+            if aligned:
+                found.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
+        return found
+
+    def _aligned_buffers(self, node: fx.Node, value: fx.Node) -> set[fx.Node]:
+        """Return the buffers that elementwise ``node`` reads, by ``value``, in its own order."""
+        root = self._root.get(value, value)
+        tensors = [n.meta.get("val") for n in (node, value, root)]
+        if not all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in tensors):
+            return set()
+        if not self._numel(node) == self._numel(value) == self._numel(root):
+            return set()
+        return self._aligned.get(root, set()) if root in self._inline else {root}
 
     def _numel(self, node: fx.Node) -> int:
         """Return the elements of a result, by its bytes: sizes may depend on data."""
@@ -210,6 +294,10 @@ class _Walk:
                 self._join(node, self._reads(parts), space, nbytes=nbytes, alone=True)
             return
         self._inline[node] = reads
+        if target not in _MOVES:
+            for value in inputs:
+                mine = self._aligned_buffers(node, value)
+                self._aligned.setdefault(node, set()).update(mine)
         self._settle(node)
 
     def _settle(self, node: fx.Node) -> None:
@@ -304,6 +392,7 @@ class _Walk:
         kernel = self._at[at]
         assert kernel is not None
         self._stands_after(at, needs)
+        self._joined.append((at, node, reads))
         read = 0
         for buffer, n in reads.items():
             if self._made_by.get(buffer) != at:

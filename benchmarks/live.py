@@ -1,0 +1,117 @@
+"""Compare planned peaks of live bytes with those of the code that Inductor generates.
+
+    python -m benchmarks.live                         on the CPU
+    python -m benchmarks.live --device cuda           on fake CUDA: a torch with CUDA, and triton
+
+Graphs are those of :mod:`.kernels`, each in its own order, merged and scheduled, and under bounds
+on memory. The planned peak is that of the report; ``unfused`` is the peak of the same order if
+every operator made its result. The true one is counted: Inductor's code runs on tensors without
+data and without its kernels (``test/helpers/generated_memory.py``). Exit status: 0, or 1 if a
+planned peak is not within 0.97 to 1.03 of the true one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch.fx as fx
+from generated_memory import generated_code, live_of
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing._torch.graph_pass import CustomGraphPass
+from torch_ext_bucketing.graph.liveness import donated_by_autograd
+from torch_ext_bucketing.passes import backends
+from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.pin_order import pin_order
+from torch_ext_bucketing.planner.schedule.model import peak_bytes
+from torch_ext_bucketing.testing.demo.table import columns
+
+from .command import add_json, add_number, document_of, matching, parser_of, title, write_results
+from .graphs import Graph, load
+from .kernels import NAMES
+
+GIB = 2**30
+WAYS: dict[str, Callable[[], list[GraphPass]]] = {
+    "as given": lambda: [teb.Schedule([teb.MaxComputeRun(1000)])],
+    "scheduled": lambda: [teb.BucketAndSchedule([teb.Overlap()])],
+    "bound 1.0": lambda: [teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(ratio=1.0)])],
+    "bound 1.02": lambda: [teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(ratio=1.02)])],
+}
+"""Passes after the partitioner, by name."""
+LOW, HIGH = 0.97, 1.03
+
+
+class _Passes(CustomGraphPass):
+    """The passes of a backend, on the graph that Inductor lowers."""
+
+    def __init__(self, run: Callable[[fx.Graph], None]) -> None:
+        self._run = run
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._run(graph)
+
+    def uuid(self) -> None:
+        return None
+
+
+def measured(graph: Graph, passes: list[GraphPass]) -> dict[str, Any]:
+    """Return a row: the planned peak, the one without fusion, and the true one."""
+    hints = graph.config.size_hints
+    backend = backends.backend("inductor", passes, size_hints=hints)
+    compilation = backend.pipeline.compilation(size_hints=hints, fuses=True)
+    run = backends._InductorPass(backend, "forward_backward", compilation, ())
+    unfused = []
+
+    def pinned(g: fx.Graph) -> int:
+        unfused.append(peak_bytes(g, size_hints=hints))
+        return pin_order(g)
+
+    placeholders = graph.gm.graph.find_nodes(op="placeholder")
+    donated = donated_by_autograd(graph.gm.graph)
+    inputs = [node.meta["val"] for node in placeholders]
+    kept = [not donated(node) for node in placeholders]
+    options = {"post_grad_custom_post_pass": _Passes(run), "compile_threads": 1}
+    with mock.patch.object(backends, "pin_order", pinned), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        code = generated_code(graph.gm, graph.mode, graph.phase == "backward", options)
+    (report,) = compilation.report.schedules
+    true = live_of(code, inputs, kept).peak
+    return {"planned": report.peak_bytes[1], "unfused": unfused[0], "true": true}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Render one line per graph and way."""
+    lines = [["graph", "way", "planned GiB", "true GiB", "ratio", "unfused GiB", "ratio"]]
+    for row in rows:
+        true = row["true"]
+        line = [row["graph"], row["way"], f"{row['planned'] / GIB:.3f}", f"{true / GIB:.3f}"]
+        line += [f"{row['planned'] / true:.3f}", f"{row['unfused'] / GIB:.3f}"]
+        lines.append([*line, f"{row['unfused'] / true:.3f}"])
+    return columns(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    parser: argparse.ArgumentParser = parser_of("python -m benchmarks.live", __doc__)
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_number(parser, "layers", 2, "of each model")
+    add_json(parser)
+    args = parser.parse_args(argv)
+    document = document_of("python -m benchmarks.live", argv)
+    document["rows"] = rows = []
+    for name in matching(parser, NAMES, args.only):
+        for way, passes in WAYS.items():
+            graph = load(name, args.layers, device=args.device, quiet=True)
+            rows.append({"graph": name, "way": way, **measured(graph, passes())})
+    write_results(args.json, document, f"{title(document)}\n\n{table(rows)}")
+    return int(any(not LOW <= row["planned"] / row["true"] <= HIGH for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Check the live bytes of graphs that Inductor runs, against expected bytes and its own code."""
+
+import pytest
+import torch
+import torch.fx as fx
+from generated_memory import generated_code, live_of
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_ext_bucketing._torch.graph_pass import CustomGraphPass
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
+
+aten = torch.ops.aten
+ROWS, COLUMNS = 64, 128
+FULL, ROW = 4 * ROWS * COLUMNS, 4 * ROWS
+SQUARE = (ROWS, ROWS), torch.float32
+
+
+def graph_of(fn, *inputs):
+    with FakeTensorMode():
+        return make_fx(fn)(*(torch.empty(shape, dtype=dtype) for shape, dtype in inputs))
+
+
+def peaks(gm):
+    """Return the peaks of live bytes with and without fused kernels."""
+    return tuple(GraphAnalysis(gm.graph, fuses=fuses).peak_bytes for fuses in (True, False))
+
+
+def test_a_value_inside_a_kernel_takes_no_memory():
+    gm = graph_of(
+        lambda x: aten.sum(aten.exp(aten.mul(x, x)), [1]), ((ROWS, COLUMNS), torch.float32)
+    )
+    assert peaks(gm) == (FULL + ROW, FULL + 2 * FULL)
+
+
+def test_a_value_computed_in_its_readers_keeps_its_inputs():
+    def fn(x, w, places):
+        table = aten.mm(x, w)
+        rows = aten.embedding(table, places)
+        return aten.mm(aten.mm(x, w), w), rows + 1.0
+
+    gm = graph_of(fn, SQUARE, SQUARE, ((2,), torch.int64))
+    square = 4 * ROWS * ROWS
+    # Inductor computes ``rows + 1`` at the end, so the table lives as long.
+    assert peaks(gm) == (5 * square + 8 * 2, 4 * square + 8 * 2 + 4 * 2 * ROWS)
+
+
+def test_a_result_is_written_into_an_input_of_equal_size():
+    def fn(x, w):
+        return aten.mm(aten.relu(aten.mm(x, w)), w)
+
+    gm = graph_of(fn, SQUARE, SQUARE)
+    square = 4 * ROWS * ROWS
+    mm, relu, last = (n for n in gm.graph.nodes if n.op == "call_function")
+    analysis = GraphAnalysis(gm.graph, fuses=True)
+    assert analysis.liveness.own_profile == [3 * square, 3 * square, 4 * square]
+    assert [n.target for n in (mm, relu, last)] == [aten.mm.default, aten.relu.default, mm.target]
+
+
+def test_a_result_is_not_written_into_what_another_kernel_reads():
+    def fn(x, w):
+        first = aten.mm(x, w)
+        return aten.mm(aten.relu(first), w), aten.mm(first, w)
+
+    gm = graph_of(fn, SQUARE, SQUARE)
+    square = 4 * ROWS * ROWS
+    profile = GraphAnalysis(gm.graph, fuses=True).liveness.own_profile
+    assert profile == [3 * square, 4 * square, 5 * square, 5 * square]
+
+
+def block(x, w1, w2, w3):
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    h = x + torch.nn.functional.silu(normed @ w1) * (normed @ w2) @ w3
+    logits = h @ w1
+    return logits, torch.log_softmax(logits, -1)[:, 0].sum()
+
+
+def deep(x, w1, w2, w3):
+    for _ in range(3):
+        x = block(x, w1, w2, w3)[0] @ w3
+    return x, x.sum(0)
+
+
+def plain(x, w1, w2, w3):
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (x + (torch.relu(normed @ w1) * (normed @ w2)) @ w3).square().sum()
+
+
+def backward(x, w1, w2, w3):
+    with torch.enable_grad():
+        given = [t.detach().requires_grad_() for t in (x, w1, w2, w3)]
+        return torch.autograd.grad(plain(*given), given)
+
+
+@pytest.mark.parametrize("fn", [block, deep, backward])
+def test_the_peak_is_that_of_the_generated_code(fn):
+    shapes = (256, 96), (96, 320), (96, 320), (320, 96)
+    mode = FakeTensorMode()
+    with mode:
+        inputs = [torch.empty(shape) for shape in shapes]
+        gm = make_fx(fn, decomposition_table=select_decomp_table())(*inputs)
+    found = {}
+
+    class Planned(CustomGraphPass):
+        def __call__(self, graph: fx.Graph):
+            found["fused"] = GraphAnalysis(graph, fuses=True).peak_bytes
+            found["given"] = sum(
+                n.meta["val"].untyped_storage().nbytes() for n in graph.find_nodes(op="placeholder")
+            )
+
+        def uuid(self):
+            return None
+
+    options = {"post_grad_custom_post_pass": Planned(), "compile_threads": 1}
+    code = generated_code(gm, mode, False, options)
+    true = live_of(code, inputs, [True] * len(inputs)).peak
+    assert 0.97 <= found["fused"] / true <= 1.03
+    assert found["fused"] > found["given"]
