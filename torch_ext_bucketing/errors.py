@@ -42,6 +42,18 @@ class TuningError(BucketingError):
         self.candidate, self.ranks = candidate, tuple(ranks)
 
 
+class RecomputeError(BucketingError):
+    """Backward recomputed a value with other bits than forward; the message has its place.
+
+    Attributes:
+        node: name of the node in the graph.
+    """
+
+    def __init__(self, message: str, node: str = "") -> None:
+        super().__init__(message)
+        self.node = node
+
+
 class NoUuidError(Exception):
     """No cache key can be made of an object; the message names it and the reason."""
 

@@ -54,7 +54,7 @@ def forward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
     found: dict[fx.Node, None] = {}
     pending: list[fx.Node] = []
     for node in graph.nodes:
-        tangent = node.op == "placeholder" and _is_tangent(node)
+        tangent = node.op == "placeholder" and is_tangent(node)
         if not tangent:
             pending.append(node)
         marked = node.meta.get("partitioner_tag") == "is_forward"
@@ -83,7 +83,7 @@ def stage_of(graph: fx.Graph) -> str:
     """Return ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``."""
     inputs = graph.find_nodes(op="placeholder")
     forward = any(n.meta.get("partitioner_tag") == "is_forward" for n in graph.nodes)
-    if any(map(_is_tangent, inputs)):
+    if any(map(is_tangent, inputs)):
         # A backward graph also has saved values as inputs, which carry no descriptor.
         return "joint" if forward and all("desc" in n.meta for n in inputs) else "backward"
     return "forward" if forward else "inference"
@@ -111,7 +111,7 @@ def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
     late: dict[fx.Node, None] = {}
     for node in graph.nodes:
         marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-        tangent = node.op == "placeholder" and _is_tangent(node)
+        tangent = node.op == "placeholder" and is_tangent(node)
         if marked or tangent or any(n in late for n in node.all_input_nodes):
             late[node] = None
     return late
@@ -137,10 +137,11 @@ def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dic
 
 def is_saved(placeholder: fx.Node) -> bool:
     """Return whether an input of a backward graph is a value that forward saved."""
-    return "desc" not in placeholder.meta and not _is_tangent(placeholder)
+    return "desc" not in placeholder.meta and not is_tangent(placeholder)
 
 
-def _is_tangent(node: fx.Node) -> bool:
+def is_tangent(node: fx.Node) -> bool:
+    """Return whether an input of a joint or backward graph is the gradient of an output."""
     desc = node.meta.get("desc")
     if desc is not None:
         return bool(_descriptors.is_tangent(desc))

@@ -53,6 +53,7 @@ def compile_inductor(
     prefetch: int | None = None,
     meshes: Sequence[Any] = (),
     extend: Callable[[fx.GraphModule], tuple[list[Any], Wrap]] | None = None,
+    check: Wrap | None = None,
 ) -> Callable[..., Any]:
     """Call Inductor, with our hooks appended to those that the user has set.
 
@@ -65,6 +66,7 @@ def compile_inductor(
         extend: changes the forward and backward graphs; returns fake tensors for inputs that it has
             added, and what gives the compiled graph their values. AOTAutograd's cache is off then,
             since it would load graphs without these changes.
+        check: wraps each compiled graph, inside of ``extend``'s wrapper; the cache is off, too.
     """
     with private_torch():
         from torch._functorch import config as functorch_config
@@ -103,9 +105,10 @@ def compile_inductor(
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         added, wrap = ([], _same) if extend is None else extend(graph)
         with watched_caches(meshes):  # the backward graph's turn comes later
-            return wrap(compile_fx_inner(graph, [*inputs, *added], **kwargs))
+            compiled = compile_fx_inner(graph, [*inputs, *added], **kwargs)
+            return wrap(compiled if check is None else check(compiled))
 
-    cached = {} if extend is None else {"enable_autograd_cache": False}
+    cached = {} if extend is None and check is None else {"enable_autograd_cache": False}
     with watched_caches(meshes), functorch_config.patch(cached):
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 

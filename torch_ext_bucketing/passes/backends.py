@@ -45,6 +45,7 @@ from .facts import Order, last_fact
 from .park import Parked
 from .pin_order import pin_order
 from .pipeline import Pipeline
+from .recompute_check import RecomputeCheck
 
 log = logging.getLogger("torch_ext_bucketing")
 
@@ -80,10 +81,15 @@ class BucketingBackend:
             expression such as ``u0``) with equal results on every rank. None: torch's hint
             (``mark_unbacked``), else 8192; at most the size's upper bound. A callable without a
             ``uuid()`` bypasses Inductor's caches.
+        check_recompute: compare each value that backward recomputes with forward's in the first
+            step, and raise a :class:`.RecomputeError` that names the first one with other bits.
+            That step runs without the compiler's kernels, takes a few times as long as an eager
+            one, and Inductor's caches are not used; later steps are as without the check.
 
     Raises:
         TypeError: ``passes`` has something else than passes; ``agree_timeout`` is not a
-            ``timedelta``; ``size_hints`` is neither a whole number nor a callable.
+            ``timedelta``; ``size_hints`` is neither a whole number nor a callable;
+            ``check_recompute`` is not a bool.
         ValueError: an unknown ``compiler``; passes that conflict (:class:`.PassOrderError`);
             ``agree_timeout`` is not positive; ``prefetch`` or ``size_hints`` is negative.
 
@@ -98,6 +104,7 @@ class BucketingBackend:
     agree: bool = True
     agree_timeout: timedelta | None = None
     size_hints: GivenHints = None
+    check_recompute: bool = False
     pipeline: Pipeline = field(init=False)
     reports: list[CompileReport] = field(init=False, default_factory=list)
 
@@ -115,6 +122,8 @@ class BucketingBackend:
             raise ValueError(
                 f"prefetch must be a whole number of at least 0, or None, got {prefetch!r}"
             )
+        if not isinstance(self.check_recompute, bool):
+            raise TypeError(f"check_recompute must be True or False, got {self.check_recompute!r}")
         check_size_hints(self.size_hints)
         self.passes = tuple(self.passes)
         self.pipeline = Pipeline(self.passes, self.model)
@@ -168,32 +177,47 @@ class BucketingBackend:
         extend: Callable[[fx.GraphModule], tuple[list[Any], _aot.Wrap]],
         given: dict[str, Any],
     ) -> Callable[..., Any]:
+        check = RecomputeCheck() if self.check_recompute else None
         if self.compiler == "inductor":
             meshes = _caches.meshes_in(example_inputs)
             return compile_inductor(
                 gm,
                 example_inputs,
-                joint=_InductorPass(self, "joint", compilation, meshes),
-                post_grad=_InductorPass(self, "forward_backward", compilation, meshes, agrees),
+                joint=_InductorPass(self, "joint", compilation, meshes, check=check),
+                post_grad=_InductorPass(
+                    self, "forward_backward", compilation, meshes, agrees, check
+                ),
                 options=given.get("options"),
                 mode=given.get("mode"),
                 cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
                 prefetch=self.prefetch,
                 meshes=meshes,
                 extend=extend if compilation.extension else None,
+                check=check.wrap if check else None,
             )
+
+        def joint(graph: fx.GraphModule) -> None:
+            self.pipeline.run("joint", graph, compilation)
+            if check:
+                check.name(graph.graph)
 
         def each(graph: fx.GraphModule) -> _aot.Wrap:
             launches_after = _run_each(self.pipeline, graph, compilation)
-            if not agrees:
-                return lambda run: run
-            launches = launches_after()
-            return lambda run: before_first_run(run, launches, self.agree_timeout)
+            if check:
+                check.keep(graph.graph, graph)
+            launches = launches_after() if agrees else None
+
+            def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+                checked = check.wrap(run) if check else run
+                timeout = self.agree_timeout
+                return checked if launches is None else before_first_run(checked, launches, timeout)
+
+            return wrap
 
         return _aot.compile_aot(
             gm,
             example_inputs,
-            joint=lambda graph: self.pipeline.run("joint", graph, compilation),
+            joint=joint,
             extend=extend,
             each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
@@ -224,7 +248,8 @@ class BucketingBackend:
 class _InductorPass(CustomGraphPass):
     """One stage of one compile, as a custom pass in Inductor's config.
 
-    ``agrees``: whether ranks compare what its graphs launch.
+    ``agrees``: whether ranks compare what its graphs launch; ``check``: the check of recomputed
+    values, if any.
     """
 
     def __init__(
@@ -234,6 +259,7 @@ class _InductorPass(CustomGraphPass):
         compilation: Compilation,
         meshes: Sequence[Any],
         agrees: bool = False,
+        check: RecomputeCheck | None = None,
     ) -> None:
         self._passes = backend.pipeline
         self._timeout = backend.agree_timeout
@@ -241,6 +267,7 @@ class _InductorPass(CustomGraphPass):
         self._compilation = compilation
         self._meshes = meshes
         self._agrees = agrees
+        self._check = check
         self._made: CompileReport | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -248,6 +275,8 @@ class _InductorPass(CustomGraphPass):
             # Inductor's patterns leave fused attention where it stands before its inputs.
             sort_topologically(graph)
             self._passes.run("joint", graph, self._compilation)
+            if self._check:
+                self._check.name(graph)
             return
         report = self._compilation.report
         done = len(report.graphs), len(report.schedules), len(report.estimates)
@@ -257,6 +286,8 @@ class _InductorPass(CustomGraphPass):
         _warn_of_group_names(launches)
         if self._agrees:
             _agree_op.insert(graph, launches, self._timeout)
+        if self._check:
+            self._check.keep(graph, graph.owning_module)
         if last_fact(self._passes.ahead, Order) is not None:
             pin_order(graph)
 
@@ -272,7 +303,7 @@ class _InductorPass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         _caches.forget_mesh_hashes(self._meshes)  # Inductor calls this before it makes a key
-        passes = self._passes.uuid()
+        passes = None if self._check else self._passes.uuid()
         fqns = repr(describe(self._compilation.input_fqns))
         agreement = repr((self._agrees, self._timeout))
         try:
