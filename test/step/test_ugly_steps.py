@@ -235,7 +235,7 @@ CASES = [
     (half_state, sgd),
     slow(checkpoints, adamw, Files),
     (checkpoints, adamw, Distributed),
-    (checkpoints, sgd, Files),
+    slow(checkpoints, sgd, Files),
     slow(checkpoints, sgd, Distributed),
 ]
 
