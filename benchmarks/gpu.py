@@ -6,13 +6,21 @@
 
 The parts are commands of their own, with a share of the time each:
 
-- ``bits``: weights against eager FSDP2's with FSDP, HSDP and tensor parallelism (``parity.py``);
-- ``float8``: the same with gathers in float8, on cards that have it (needs torchao);
-- ``sums``: one result of gradients added in rank order by all-to-alls (``rank_order.py``);
-- ``steps``: times and memory of steps of eager FSDP2, torch and ours, one of them tuned; latencies
-  of collectives, as measured for the machine model; its steps beside the measured (``train``);
-- ``peaks``: memory that ranks allocate against the estimate (``keep_ranks``).
+- ``attention``: Inductor under a bound on memory with each attention kernel: compiles, peaks,
+  losses (``attention_ranks``);
+- ``rows``: weights against eager FSDP2's with clipping and optimizers in the planned step, Muon,
+  and under bounds on memory (``parity.py``);
+- ``bits``: the same with FSDP, HSDP and tensor parallelism alone;
+- ``parking``: a step with activations in host memory beside one without, on torch 2.13 and later
+  (``attention_ranks --park``);
+- ``steps``: times and memory of steps of eager FSDP2, torch and ours, one of them tuned; times
+  of collectives and of the host, as measured for the machine model; its steps beside the
+  measured (``train``);
+- ``peaks``: memory that ranks allocate against the estimate (``keep_ranks``);
+- ``float8``: weights with gathers in float8, on cards that have it (needs torchao);
+- ``sums``: one result of gradients added in rank order by all-to-alls (``rank_order.py``).
 
+The most valuable part comes first. What a part leaves of its time is given to the next one.
 With fewer cards than ranks the ranks share them, each as a host of its own
 (``eager_parity.devices``); times say nothing of a real network then. Everything goes to one text
 file with versions, date and command, which is complete after every part.
@@ -40,6 +48,19 @@ from eager_parity.devices import why_no_nccl
 from .command import add_names, add_number, document_of, parser_of, sayer, title
 
 ROOT = Path(__file__).resolve().parent.parent
+PARITY_ROWS = (
+    "step/clip/adamw",
+    "muon/fsdp",
+    "memory/llama/1.1",
+    "step/clip/moe",
+    "muon/experts_hsdp",
+    "memory/moe/1.5",
+    "step/clip/hsdp",
+    "step/clip/fsdp+tp",
+    "step/adamw_fused",
+    "muon/hsdp",
+)
+"""Rows of four ranks."""
 FLOAT8_SINCE = (8, 9)
 """Compute capability of the first cards with products in float8 (Ada; Hopper has 9.0)."""
 
@@ -63,20 +84,36 @@ def parts(device: str, ranks: int, quick: bool) -> dict[str, Part]:
     cells = f"--topologies {ranks // 2}x2 --models llama --reduce-dtype bf16"
     kinds = f"--backends aot_eager --parallelism {'fsdp' if quick else 'fsdp,hsdp,fsdp+tp'}"
     run = f"benchmarks/parity.py {on} --steps {steps}"
+    attention = f"-m benchmarks.attention_ranks {on}"
+    small = " --quick --kernels math --backend aot_eager" if quick else ""
     return {
-        "bits": Part(f"{run} {cells} {kinds}", 120),
-        "float8": Part(f"{run} --rows 'float8/*'", 75, why_no_float8(device)),
-        "sums": Part(
-            f"benchmarks/rank_order.py {on} --models llama --topologies 2x2 --schedules overlap "
-            f"--steps {steps}",
-            75,
+        "attention": Part(f"{attention} --ratios 1.0{small}", 130),
+        "rows": Part(f"{run} --rows {','.join(PARITY_ROWS[:1] if quick else PARITY_ROWS)}", 100),
+        "bits": Part(f"{run} {cells} {kinds}", 50),
+        "parking": Part(
+            f"{attention} --park --ratios --kernels flash --backend aot_eager",
+            30,
+            why_no_parking(device),
         ),
         "steps": Part(
             f"-m benchmarks.train {on} --ranks {ranks} --backend aot_eager --predict {sizes}",
-            150,
+            80,
         ),
-        "peaks": Part(f"-m benchmarks.keep_ranks {on} --world {ranks} --ratios 1.06", 60),
+        "peaks": Part(f"-m benchmarks.keep_ranks {on} --world {ranks} --ratios 1.06", 30),
+        "float8": Part(f"{run} --rows 'float8/*'", 30, why_no_float8(device)),
+        "sums": Part(
+            f"benchmarks/rank_order.py {on} --models llama --topologies 2x2 --schedules overlap "
+            f"--steps {steps}",
+            30,
+        ),
     }
+
+
+def why_no_parking(device: str) -> str:
+    """Return why nothing can be parked here, ``""`` if it can."""
+    if find_spec("torch._functorch._activation_offloading") is None:
+        return f"torch {torch.__version__} has no copies to host memory in graphs"
+    return "" if device == "cuda" else "a CPU has no other memory"
 
 
 def why_no_float8(device: str) -> str:
@@ -149,18 +186,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     say = sayer(begin)
     texts, failed = [heading(argv, args.device, ranks, cards)], False
+    until = begin
     for name, part in parts(args.device, ranks, args.quick).items():
         if name not in args.only:
             continue
-        command = f"python {part.command}"
+        command = f"python {part.command}".rstrip()
+        until += part.limit_s * args.seconds / 480  # a share grows with the time for all
         left_s = begin + args.seconds - time.monotonic()
         if part.why_left_out or left_s < 1:
             output, verdict = "", f"left out: {part.why_left_out or 'no time is left'}"
             failed = failed or not part.why_left_out
         else:
-            # A share grows with the time for all.
-            limit_s = min(left_s, part.limit_s * args.seconds / 480)
-            output, verdict = run(part, environment, limit_s)
+            limit_s = max(until - time.monotonic(), part.limit_s * args.seconds / 480)
+            output, verdict = run(part, environment, min(left_s, limit_s))
             failed = failed or not verdict.startswith("passed")
         say(f"{name}: {verdict}")
         texts.append(f"## {name}: {verdict}\n\n{command}\n\n{output}".rstrip())

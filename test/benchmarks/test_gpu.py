@@ -1,26 +1,77 @@
 """Run the command for GPUs on CPU ranks: its parts pass, and what it leaves out is named."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import attention_ranks, gpu, parity, rank_order, train
+
+QUICK = ["--device", "cpu", "--quick", "--seconds", "4800"]
+"""Shares of the time grow with it: other tests may run beside these."""
+
+
+def test_the_first_part_on_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.txt"
+    assert gpu.main([*QUICK, "--only", "attention", "--results", str(path)]) == 0
+    text = path.read_text()
+    assert "torch" in text.splitlines()[0]
+    assert "## attention: passed" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("math ")]
+    assert [row[1] for row in rows] == ["none", "1"]
+    assert all(" ".join(row).count("27 of 27") == 2 for row in rows)  # gradients, and again
 
 
 @pytest.mark.slow
 def test_its_parts_pass_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "gpu.txt"
-    # Shares of the time grow with it: other tests may run beside this one.
-    given = ["--device", "cpu", "--quick", "--only", "bits,steps", "--seconds", "2400"]
-    assert gpu.main([*given, "--results", str(path)]) == 0
+    only = "rows,bits,parking,steps"
+    assert gpu.main([*QUICK, "--only", only, "--results", str(path)]) == 0
     text = path.read_text()
-    assert "torch" in text.splitlines()[0]
+    assert "## rows: passed" in text
     assert "## bits: passed" in text
-    assert "1 of 1 rows pass" in text
+    assert text.count("1 of 1 rows pass") == 2
+    assert "## parking: left out: a CPU has no other memory" in text
     assert "## steps: passed" in text
     assert "ours: tuned" in text
     assert "'all_gather', (4, 1)" in text  # measured latencies
     assert "## sums" not in text
+
+
+PARSERS = {
+    "benchmarks/parity.py": parity._parser,
+    "benchmarks/rank_order.py": rank_order._parser,
+    "benchmarks.attention_ranks": attention_ranks._parser,
+    "benchmarks.train": train._parser,
+}
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_commands_have_options_that_there_are_and_rows_for_the_ranks(ranks: int) -> None:
+    for name, part in gpu.parts("cuda", ranks, False).items():
+        words = [word for word in shlex.split(part.command) if word != "-m"]
+        if words[0] in PARSERS:
+            options = PARSERS[words[0]]().parse_args(words[1:])
+            assert options.device == "cuda"
+        if name in ("rows", "bits", "float8"):
+            rows = parity.chosen(options)
+            assert {row.device for row in rows} == {"cuda"}
+            assert {row.ranks for row in rows} <= {4, ranks}
+            assert len(rows) == {"rows": len(gpu.PARITY_ROWS)}.get(name, 3)
+
+
+def test_time_that_a_part_leaves_goes_to_the_next(tmp_path: Path, monkeypatch) -> None:
+    limits = []
+
+    def run(part: gpu.Part, environment: dict[str, str], limit_s: float) -> tuple[str, str]:
+        limits.append(limit_s)
+        return "", "passed (0 s)"
+
+    monkeypatch.setattr(gpu, "run", run)
+    given = ["--device", "cpu", "--only", "attention,rows", "--results", str(tmp_path / "gpu.txt")]
+    assert gpu.main(given) == 0
+    first, second = (gpu.parts("cpu", 4, False)[name].limit_s for name in ("attention", "rows"))
+    assert limits == [pytest.approx(first, abs=5), pytest.approx(first + second, abs=5)]
 
 
 def test_a_part_without_time_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

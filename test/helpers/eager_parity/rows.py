@@ -131,6 +131,8 @@ class Row:
 
     def why_left_out(self, models: Mapping[str, Model]) -> str:
         """Return what is missing to run the row, ``""`` if nothing is."""
+        if self.case and self.device == "cuda":
+            return "the case's models and meshes are on the CPU"
         missing = models[self.model].missing if self.model in models else []
         if self.client != "ours" and importlib.util.find_spec("torchtitan") is None:
             missing = [*missing, "torchtitan"]
