@@ -79,8 +79,9 @@ def recipe(
         memory: a bound on everything that a rank holds in a step: shards, gradients, optimizer
             state, inputs, activations, gathered parameters, buckets. The gathered parameters and
             the activations that stay in memory are chosen for the shortest step under it, and with
-            ``host_gib`` those that wait in host memory; bits do not change. None: activations are
-            saved as without this package, and the last unit stays gathered.
+            ``host_gib`` those that wait in host memory. Bits do not change, but Inductor may round
+            what is computed again differently. None: activations are saved as without this
+            package, and the last unit stays gathered.
         optimizer: with ``memory``: the optimizer whose state counts. It is only read.
         state_bytes_per_parameter: or bytes of its state per element of a parameter. With neither
             it is 8, as for AdamW in fp32.
