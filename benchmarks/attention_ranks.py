@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ FURTHEST = 0.02
 """Largest difference of losses of about 1, by rounding in bfloat16."""
 STEPS = 3
 MIB = 2**20
-# All kernels take 64 values per head, and as many heads of keys as of queries.
+# All kernels take 64 values per head, and no fewer heads of keys than of queries.
 LARGE = ModelConfig(8192, 1024, 4, heads=16, kv_heads=16, hidden=2816, max_seq=1024)
 SMALL = ModelConfig(64, 128, 2, heads=2, kv_heads=2, hidden=192, max_seq=32)
 
@@ -78,7 +78,7 @@ class Case:
     """What a rank runs."""
 
     device: str
-    backend: str
+    backend: Literal["aot_eager", "inductor"]
     kernel: str
     ratios: tuple[float, ...]
     park: bool
@@ -99,7 +99,8 @@ def _rank(rank: Rank, case: Case) -> list[dict[str, Any]]:
     try:
         # ``start`` leaves the math kernel on alone.
         with sdpa_kernel(KERNELS[case.kernel]):
-            rows, gradients = [], []
+            rows: list[dict[str, Any]] = []
+            gradients: list[dict[str, str]] = []
             ways = [(None, False), *((ratio, False) for ratio in case.ratios)]
             for ratio, park in [*ways, (None, True)] if case.park else ways:
                 row, mine = _train(rank.rank, case, ratio, park)
