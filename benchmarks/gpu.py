@@ -91,9 +91,9 @@ def parts(device: str, ranks: int, quick: bool) -> dict[str, Part]:
         "rows": Part(f"{run} --rows {','.join(PARITY_ROWS[:1] if quick else PARITY_ROWS)}", 100),
         "bits": Part(f"{run} {cells} {kinds}", 50),
         "parking": Part(
-            f"{attention} --park --ratios --kernels flash --backend aot_eager",
+            f"{attention} --park --ratios --kernels flash --backend aot_eager{' --quick' * quick}",
             30,
-            why_no_parking(device),
+            why_no_parking(),
         ),
         "steps": Part(
             f"-m benchmarks.train {on} --ranks {ranks} --backend aot_eager --predict {sizes}",
@@ -109,11 +109,11 @@ def parts(device: str, ranks: int, quick: bool) -> dict[str, Part]:
     }
 
 
-def why_no_parking(device: str) -> str:
+def why_no_parking() -> str:
     """Return why nothing can be parked here, ``""`` if it can."""
     if find_spec("torch._functorch._activation_offloading") is None:
         return f"torch {torch.__version__} has no copies to host memory in graphs"
-    return "" if device == "cuda" else "a CPU has no other memory"
+    return ""
 
 
 def why_no_float8(device: str) -> str:
