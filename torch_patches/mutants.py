@@ -36,30 +36,6 @@ NOT_IN = {
 
 # name: (file, text, what it becomes, tests to run: those for the mutated part)
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
-    "see no path from the candidate": (
-        BUCKETING,
-        " or reached[node] & cur_bits:",
-        ":",
-        "TestMergeAfterMerge",
-    ),
-    "keep the paths of a full bucket": (
-        BUCKETING,
-        "                cur_bits = cur_reached = 0\n",
-        "",
-        "TestMergeAfterMerge",
-    ),
-    "let a path end in a bucket": (
-        BUCKETING,
-        "                    reached[other] |= cur_reached\n",
-        "                    pass\n",
-        "TestMergeAfterMerge",
-    ),
-    "expect a sorted graph": (
-        BUCKETING,
-        "            stack += [node, *node.users]\n",
-        "            reached[node] = bits.get(node, 0)\n",
-        "TestMergeAfterMerge",
-    ),
     "unpack into memory without an edge": (
         BUCKETING,
         "    outputs = torch.ops.bucketing._split_all_gather(",
@@ -78,11 +54,46 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "",
         "TestUnpacking",
     ),
+    "see no path from the candidate": (
+        BUCKETING,
+        " or cur_bucket_ancestors >> idx & 1:",
+        ":",
+        "TestMergeAfterMerge",
+    ),
+    "see no path from the bucket": (
+        BUCKETING,
+        "if ancestors & cur_bucket_bits or ",
+        "if ",
+        "TestMaxCollectivesBetween",
+    ),
+    "keep the paths of a full bucket": (
+        BUCKETING,
+        "                cur_bucket_bits = cur_bucket_ancestors = 0\n",
+        "",
+        "TestMergeAfterMerge",
+    ),
+    "let a path end in a bucket": (
+        BUCKETING,
+        "            reachability.merge_starts(cur_bucket)\n        if",
+        "        if",
+        "TestMergeAfterMerge",
+    ),
+    "expect a sorted graph": (
+        BUCKETING,
+        "_BucketPlanReachability(topo_sort(list(g.nodes)), starts)",
+        "_BucketPlanReachability(list(g.nodes), starts)",
+        "TestMergeAfterMerge",
+    ),
+    "read names from nodes": (
+        FSDP,
+        '    return _resolve_group_name(_get_collective_kwargs(n)["group_name"])',
+        '    return _get_collective_kwargs(n)["group_name"]',
+        "TestGroupNames",
+    ),
     "swap two members": (
         BUCKETING,
-        "    return list(nodes) if key is None else sorted(nodes, key=position)",
-        "    nodes = list(nodes) if key is None else sorted(nodes, key=position)\n"
-        "    return [*nodes[1::-1], *nodes[2:]]",
+        "    return sorted(bucket, key=position)",
+        "    nodes = sorted(bucket, key=position)\n    return [*nodes[1::-1], *nodes[2:]]",
         "TestPayloadOrder",
     ),
     "pack members without a value first": (
@@ -93,8 +104,8 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "order gathers": (
         BUCKETING,
-        "() if is_all_gather_into_tensor(node) else node.meta.get(key, ())",
-        "node.meta.get(key, ())",
+        "    if key is None or is_all_gather_into_tensor(bucket[0]):",
+        "    if key is None:",
         "TestPayloadOrder",
     ),
     "take any value": (
@@ -103,10 +114,10 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "        if False:",
         "TestPayloadOrder",
     ),
-    "check values bucket by bucket": (
+    "place a bucket by its payload": (
         BUCKETING,
-        "    in_payload_order(g.nodes)  # raises before anything is merged\n",
-        "",
+        "            next_node = rs_nodes[-1].next\n",
+        "            next_node = in_payload_order(rs_nodes)[-1].next\n",
         "TestPayloadOrder",
     ),
     "order nothing that overlaps": (
@@ -115,10 +126,16 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "bucket = bucket_info.collectives",
         "TestPayloadOrder",
     ),
+    "order no all-reduces of FSDP": (
+        FSDP,
+        "in_payload_order(bucket), None, next_node",
+        "bucket, None, next_node",
+        "TestPayloadOrder",
+    ),
     "forget a merged bucket's value": (
         BUCKETING,
-        "                *([(order_key, ())] if order_key else []),\n",
-        "",
+        "                n.meta[order_key] = bucket_nodes[0].meta[order_key]\n",
+        "                pass\n",
         "TestPayloadOrder",
     ),
     "forget the value of what deduplication merges": (
@@ -127,94 +144,88 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "            pass",
         "TestPayloadOrder",
     ),
-    "bucket every group at once": (
-        FSDP,
-        "    elif dist_opts.fsdp_group_filter is not None:",
-        "    elif False:",
+    "take the cap of the first group": (
+        BUCKETING,
+        "cap.get(group_name, 0)",
+        "next(iter(cap.values()))",
         "TestFsdpGroupFilter",
     ),
     "restrict no gathers": (
         FSDP,
-        "_in_groups(fsdp_groups, is_fsdp_all_gather_wait)",
+        "_in_groups(gm, is_fsdp_all_gather_wait)",
         "is_fsdp_all_gather_wait",
         "TestFsdpGroupFilter",
     ),
     "identify groups in spite of the filter": (
         FSDP,
-        "    if (groups := _groups_in_filter()) is not None:",
+        "    if (groups := _groups_in_filter(gm)) is not None:",
         "    if False:",
         "TestFsdpGroupFilter",
     ),
-    "reduce groups that were not chosen": (
+    "take any name": (
         FSDP,
-        "_in_groups(fsdp_groups, lambda wait: True)",
-        "lambda wait: True",
+        '        raise ValueError(f"fsdp_group_filter',
+        '        print(f"fsdp_group_filter',
         "TestFsdpGroupFilter",
     ),
-    "read names from nodes": (
+    "refuse groups of other ranks": (
         FSDP,
-        '    return _resolve_group_name(_get_collective_kwargs(n)["group_name"])',
-        '    return _get_collective_kwargs(n)["group_name"]',
+        'if w not in known and not w.startswith("mesh_")]',
+        "if w not in known]",
         "TestFsdpGroupFilter",
     ),
-    "check one name after the other": (
+    "know no dimension of all ranks": (
         FSDP,
-        "    if unknown := OrderedSet(descs) - OrderedSet(desc for desc, _ in groups):",
-        "    if unknown := []:",
+        '        wanted = [*wanted, "default_pg", "mesh_default"]\n',
+        "        pass\n",
         "TestFsdpGroupFilter",
     ),
-    "merge neighbours alone": (
-        BUCKETING,
-        "    nodes_groups += nodes_by_key.values() if max_between != 0 else ()\n",
-        "",
-        "TestMaxCollectivesBetween",
+    "choose the default group always": (
+        FSDP,
+        '    if any(w.startswith("mesh_") and w not in descs.values() for w in wanted):',
+        "    if True:",
+        "TestFsdpGroupFilter",
+    ),
+    "count no scatters": (
+        FSDP,
+        "        n for n in rss if all(map(is_fsdp_reduce_scatter_wait, n.users))\n",
+        "        n for n in rss if False\n",
+        "TestFsdpGroupFilter",
     ),
     "merge without a bound": (
         BUCKETING,
-        "(is_full or ahead[node] - ahead[cur_bucket[0]] > limit)",
+        "(is_full or is_far and is_far(cur_bucket[0], node))",
         "is_full",
         "TestMaxCollectivesBetween",
     ),
     "count from the last member": (
         BUCKETING,
-        "ahead[node] - ahead[cur_bucket[0]] > limit",
-        "ahead[node] - ahead[cur_bucket[-1]] > limit",
+        "is_far(cur_bucket[0], node)",
+        "is_far(cur_bucket[-1], node)",
         "TestMaxCollectivesBetween",
     ),
     "count collectives of its own key": (
         BUCKETING,
-        "len(ahead) - len(nodes_by_key[group_key])",
-        "len(ahead)",
+        "len(passed) - len(same_key)",
+        "len(passed)",
         "TestMaxCollectivesBetween",
     ),
-    "merge beyond the cap": (
+    "drop dependent members": (
         BUCKETING,
-        "            size_bytes = sum(map(_collective_size_bytes, unit))\n",
-        "            size_bytes = _collective_size_bytes(node)\n",
+        "            nodes_groups.append(dependent)",
+        "            pass",
         "TestMaxCollectivesBetween",
     ),
-    "take buckets apart": (
+    "leave more than adjacent": (
         BUCKETING,
-        "            unit = bucket_of[node]\n",
-        "            unit = [node]\n",
+        "    return max(adjacent, across, key",
+        "    return max(across, across, key",
         "TestMaxCollectivesBetween",
     ),
-    "return what was merged again": (
+    "keep other kinds apart": (
         BUCKETING,
-        " for b in buckets if bucket_of[b[0]] is b]",
-        " for b in buckets]",
-        "TestMaxCollectivesBetween",
-    ),
-    "merge what depends on the bucket": (
-        BUCKETING,
-        "if cur_reached & bits[node] or ",
-        "if ",
-        "TestMaxCollectivesBetween",
-    ),
-    "forget the members of a bucket": (
-        BUCKETING,
-        "            bits[cur_bucket[0]] = cur_bits = cur_bits | bits[node]\n",
-        "            cur_bits |= bits[node]\n",
+        "        [bucket for bucket in planned if not filter_node(bucket[0])],\n",
+        "        [],\n",
         "TestMaxCollectivesBetween",
     ),
     "run no check of the ranks": (
