@@ -61,6 +61,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that lie inside no other one of ``modules``, each once."""
+    given = dict.fromkeys(modules)
+    inside = {child for m in given for child in m.modules() if child is not m}
+    return [m for m in given if m not in inside]
+
+
 def has_parameters(module: nn.Module) -> bool:
     """Return whether a module or one below it has a parameter of its own."""
     # Called for every module, and ``module.parameters()`` would walk the whole subtree by name.

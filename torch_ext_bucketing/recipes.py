@@ -11,12 +11,13 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch.dynamo_inputs import names_are_relative_to
-from ._torch.fsdp2 import is_wrapped, read_param_groups
+from ._torch.fsdp2 import ParamGroup, is_wrapped
 from ._torch.sharded import is_distributed, placed
 from .errors import NotBucketedWarning
-from .fqns import format_names, parameter_names
+from .fqns import format_names
 from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
+from .fsdp.param_groups import follow, ignored_parameters, param_groups, units_of
 from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
 from .graph.collectives import KINDS, Kind
@@ -60,17 +61,19 @@ def recipe(
       unbucketed graph's peak memory. Bits are eager's only with ``reduce``.
 
     Both give the model eager FSDP2's collectives first (:class:`.MatchFSDP2`), and free gathered
-    parameters after forward, except those of the last unit with ``"parity"``, as trainers on FSDP2
-    set ``reshard_after_forward``. Parameters that are trained and not sharded are a
+    parameters after forward, except those of the last unit with ``"parity"``, unless calls of
+    ``fully_shard`` say which. Parameters that are trained and not sharded are a
     ``NotBucketedWarning``.
 
     Args:
         model: sharded or replicated, with ``DTensor`` parameters, such as by
+            :func:`.fsdp.fully_shard`, whose units and resharding it then has, or by
             :func:`.data_parallel`.
         units: for ``"parity"``: the modules of each ``fully_shard`` call of the eager training, as
-            names or as a plan. None takes :func:`.transformer_block_plan`'s.
-        reference: for ``"parity"``: the model wrapped by ``fully_shard``, whose units and order
-            are used instead.
+            names or as a plan, unless ``model`` has units. None takes
+            :func:`.transformer_block_plan`'s.
+        reference: for ``"parity"``: the model wrapped by FSDP2's ``fully_shard``, whose units,
+            order, casts and resharding are used instead. ``model`` must be sharded alike.
         machine: the machine that the cost model times nodes for; it reaches every pass. None: this
             job's (:func:`.job_machine`).
         reduce: ``"all_to_all"`` adds gradients in the order of the ranks
@@ -104,7 +107,8 @@ def recipe(
         raise TypeError(f"give a torch.nn.Module, got {model!r} and reference={reference!r}")
     kinds = _kinds(model)
     gathers = "all_gather" in kinds
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    left = ignored_parameters(model)
+    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad and p not in left)
     plain = [name for name, p in trained if not is_distributed(p)]
     if plain:
         warnings.warn(
@@ -148,11 +152,9 @@ def recipe(
         passes = [MatchFSDP2(), *reshard, both]
         names_are_relative_to(model, passes)
         return passes
-    if units is not None and reference is not None:
-        raise ValueError("give units= or reference=, not both: a reference has units of its own")
-    order, keep, named = _order(model, units, reference)
+    order, as_given, named = _order(model, units, reference)
     if memory is None and gathers:
-        reshard = [ReshardAfterForward(keep=keep)]
+        reshard = as_given
     buckets = [BucketByUnit(order, kinds=kinds), *([sums] if sums is not None else [])]
     last = Schedule([Overlap()], machine)
     passes = [MatchFSDP2(model, named), *reshard, *buckets, last]
@@ -184,19 +186,22 @@ def _order(
     model: nn.Module,
     units: UnitSpec | Sequence[str | Sequence[str]] | None,
     reference: nn.Module | None,
-) -> tuple[FSDPParamOrder, tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the order, the names that stay gathered after forward, and the units' modules."""
-    if reference is not None:
-        order = FSDPParamOrder.from_fsdp(reference)
-        names = {fqn for fqns in parameter_names(model).values() for fqn in fqns}
-        missing = [fqn for unit in order.units for fqn in unit if fqn not in names]
-        if missing:
-            raise ValueError(
-                f"the reference has parameters that the model has not: {', '.join(missing[:8])}. "
-                "Both must be made by the same code"
-            )
-        modules = dict.fromkeys(g.modules for g in read_param_groups(reference) if g.params)
-        return order, order.units[-1], list(modules)
+) -> tuple[FSDPParamOrder, list[GraphPass], list[tuple[str, ...]]]:
+    """Return the order, the passes that reshard as the units say, and the units' modules."""
+    own = units_of(model)
+    if units is not None and (own or reference is not None):
+        raise ValueError(
+            "give units= or reference=, not both: a reference has units of its own"
+            if reference is not None
+            else "units= is for models without units of their own: fully_shard() gave this one its"
+        )
+    if own or reference is not None:
+        groups = param_groups(model) if reference is None else follow(model, reference)
+        groups = [group for group in groups if group.params]
+        for unit in own:
+            unit.read = True
+        order = FSDPParamOrder.from_fsdp(model if reference is None else reference)
+        return order, _resharding(groups), list(dict.fromkeys(group.modules for group in groups))
     if units is None:
         try:
             units = transformer_block_plan(model)
@@ -208,7 +213,23 @@ def _order(
             ) from error
     order = FSDPParamOrder.from_model(model, units=units)
     named = [tuple([unit] if isinstance(unit, str) else unit) for unit in units]
-    if named[-1] != ("",):
-        return order, named[-1], named
-    # The root's own parameters by name: "" would stand for all that are in the model.
-    return order, (*(named[-2] if len(named) > 1 else ()), *order.units[-1]), named
+    keep = named[-1]
+    if keep == ("",):
+        # The root's own parameters by name: "" would stand for all that are in the model.
+        keep = (*(named[-2] if len(named) > 1 else ()), *order.units[-1])
+    return order, [ReshardAfterForward(keep=keep)], named
+
+
+def _resharding(groups: Sequence[ParamGroup]) -> list[GraphPass]:
+    """Return the pass that frees gathered parameters by the units' ``reshard_after_forward``."""
+    by_size: dict[bool | int, list[str]] = {}
+    for group in groups:
+        by_size.setdefault(group.reshard, []).extend(group.params)
+    kept = by_size.pop(False, [])
+    if len(by_size) > 1:
+        what = ", ".join(f"{size} for {format_names(fqns, 2)}" for size, fqns in by_size.items())
+        raise ValueError(
+            "one step reshards to groups of one size, and the units say reshard_after_forward="
+            f"{what}: give one number, or True, to all units that do not keep their parameters"
+        )
+    return [ReshardAfterForward(*by_size, keep=kept)]

@@ -13,14 +13,17 @@ Versions (``torch/distributed/fsdp/_fully_shard``):
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn as nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from ..fqns import canonical_fqn, parameter_names
+from ..fqns import canonical_fqn, outermost, parameter_names
 from .private import private_torch
+from .process_groups import ranks_of
 
 with private_torch():
     from torch.distributed import _composable_state
@@ -33,15 +36,50 @@ with private_torch():
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 # Whether this torch packs reduce-scatters by gradient dtype (since 2.15), keeps the dtype of a
-# gradient that is wider than its parameter (2.15), and finds inputs in dataclasses (2.12).
+# gradient that is wider than its parameter (2.15), finds inputs in dataclasses (2.12), and casts
+# inputs and outputs of each module of a list, not the first one's and the last one's (2.13).
 REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
 KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
 WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
+CASTS_EACH_MODULE = hasattr(FSDPState, "_cast_output_dtype")
+
+
+class Sent(NamedTuple):
+    """How eager FSDP2 shards and sends one parameter.
+
+    Attributes:
+        dim: the sharded dimension.
+        shards, replicas: global ranks of the two groups; empty without one.
+        dtype, gathered, reduced: dtypes of the shard, of the gather, and of the reduction (None:
+            the gradient's).
+        factor: ``set_gradient_divide_factor``'s number; None: the number of ranks.
+        only_sums: ``set_force_sum_reduction_for_comms``.
+    """
+
+    dim: int
+    shards: tuple[int, ...]
+    replicas: tuple[int, ...]
+    dtype: torch.dtype
+    gathered: torch.dtype
+    reduced: torch.dtype | None
+    factor: float | None = None
+    only_sums: bool = False
+
+
+class Casts(NamedTuple):
+    """The dtypes that a unit casts its floating-point inputs and outputs to; None: no cast."""
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+
+    @classmethod
+    def of(cls, policy: MixedPrecisionPolicy) -> Casts:
+        return cls(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One payload of eager FSDP2.
+    """One payload of a model on FSDP2, eager or ours.
 
     Attributes:
         modules: FQNs of the modules of the ``fully_shard`` call, in its order.
@@ -49,6 +87,11 @@ class ParamGroup:
             order.
         aliases: (other name, name) of shared parameters.
         origins: identity of each parameter before sharding; None before torch 2.13.
+        sent: how each of ``params`` is sharded and sent.
+        reshard: whether its parameters are freed after forward, or the size of the group that they
+            are resharded to.
+        casts: of its unit's inputs and outputs.
+        eager_only: settings that only eager FSDP2 has, as the code that makes them.
     """
 
     modules: tuple[str, ...]
@@ -56,6 +99,32 @@ class ParamGroup:
     reduce_params: tuple[str, ...]
     aliases: tuple[tuple[str, str], ...]
     origins: tuple[Hashable, ...]
+    sent: tuple[Sent, ...]
+    reshard: bool | int
+    casts: Casts
+    eager_only: tuple[str, ...] = ()
+
+
+def policy_for(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
+    """Return a unit's policy for one parameter, by ``param_dtype_override_fn`` (since 2.15)."""
+    resolve = getattr(policy, "_resolve_for_param", None)
+    found: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
+    return found
+
+
+def sent(
+    dim: int,
+    shards: Iterable[int],
+    replicas: Iterable[int],
+    dtype: torch.dtype,
+    policy: MixedPrecisionPolicy,
+    factor: float | None,
+    only_sums: bool,
+) -> Sent:
+    """Describe a parameter that has ``dtype`` under its unit's policy."""
+    gathered = (policy.param_dtype if dtype.is_floating_point else None) or dtype
+    reduced = policy.reduce_dtype or (dtype if REDUCES_BY_GRAD_DTYPE else gathered)
+    return Sent(dim, tuple(shards), tuple(replicas), dtype, gathered, reduced, factor, only_sums)
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -86,10 +155,12 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
         )
     names = parameter_names(model)
     module_names = {m: canonical_fqn(n) for n, m in model.named_modules()}
+    roots = outermost(module for state in states for module in state._modules)
     groups: list[ParamGroup] = []
-    for group in _groups_of(states):
+    for state, group in _groups_of(states):
         found = [_names_of(fsdp_param, names) for fsdp_param in group.fsdp_params]
         params = tuple(fqns[0] for fqns in found)
+        is_root = state._auto_reshard_after_forward and state._modules[0] in roots
         groups.append(
             ParamGroup(
                 modules=tuple(module_names[m] for m in group.modules if m in module_names),
@@ -97,9 +168,52 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
                 reduce_params=reduce_order(params, [_grad_dtype(p) for p in group.fsdp_params]),
                 aliases=tuple((alias, fqns[0]) for fqns in found for alias in fqns[1:]),
                 origins=tuple(getattr(p, "_orig_param_uid", None) for p in group.fsdp_params),
+                sent=tuple(_sent(p, group) for p in group.fsdp_params),
+                reshard=False if is_root else _reshard(group),
+                casts=Casts.of(state._mp_policy),
+                eager_only=tuple(_eager_only(group)),
             )
         )
     return groups
+
+
+def _sent(fsdp_param: Any, group: Any) -> Sent:
+    info = fsdp_param.mesh_info
+    shards = getattr(info, "shard_process_group", None)
+    replicas = getattr(info, "replicate_process_group", None)
+    return sent(
+        fsdp_param.fsdp_placement.dim,
+        () if shards is None else ranks_of(shards),
+        () if replicas is None else ranks_of(replicas),
+        fsdp_param.sharded_param.dtype,
+        getattr(fsdp_param, "mp_policy", None) or group.mp_policy,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+    )
+
+
+def _reshard(group: Any) -> bool | int:
+    after = group.post_forward_mesh_info
+    if after is None or after == group.mesh_info:
+        return after is not None
+    return int(after.shard_mesh_size)
+
+
+def _eager_only(group: Any) -> Iterable[str]:
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        yield "offload_policy=CPUOffloadPolicy()"
+    parts = {
+        "set_custom_all_gather": group._all_gather_comm,
+        "set_custom_reduce_scatter": group._reduce_scatter_comm,
+        "set_all_reduce_hook": group._all_reduce_hook,
+    }
+    for method, part in parts.items():
+        home = getattr(part, "__module__", "").partition(".")[0]
+        # This package's own add in rank order, which a compiled step can do, too.
+        if part is not None and home not in ("torch", __name__.partition(".")[0]):
+            yield f"{method}({getattr(part, '__name__', type(part).__name__)})"
+    if getattr(group, "reduce_scatter_unused_params", False):
+        yield "set_reduce_scatter_unused_params(True)"
 
 
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
@@ -126,16 +240,16 @@ def _grad_dtype(fsdp_param: Any) -> Hashable:
     return fsdp_param.sharded_param.dtype
 
 
-def _groups_of(states: list[FSDPState]) -> list[Any]:
-    """Return the param groups of states in the order of the ``fully_shard`` calls."""
+def _groups_of(states: list[FSDPState]) -> list[tuple[FSDPState, Any]]:
+    """Return states and their param groups in the order of the ``fully_shard`` calls."""
     # A state does not record when it was made, but the calls fill this table in their order.
     made = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
-    groups: list[Any] = []
+    groups: list[tuple[FSDPState, Any]] = []
     for state in [state for state in made if state in states]:
         if hasattr(state, "_fsdp_param_groups"):
-            groups += state._fsdp_param_groups
+            groups += [(state, group) for group in state._fsdp_param_groups]
         elif state._fsdp_param_group is not None:
-            groups.append(state._fsdp_param_group)
+            groups.append((state, state._fsdp_param_group))
     return groups
 
 

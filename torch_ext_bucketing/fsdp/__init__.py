@@ -1,6 +1,7 @@
 """Reproduce eager FSDP2: its units, the order of their parameters, sharding, and tags.
 
-``AllToAllReduceScatter`` and ``AllToAllAllReduce`` are for eager FSDP2 itself, which then adds
+``fully_shard`` takes FSDP2's calls, so that a trainer changes one import. The policies are FSDP2's
+own. ``AllToAllReduceScatter`` and ``AllToAllAllReduce`` are for eager FSDP2 itself, which then adds
 gradients in the order of :class:`.FixedOrderReduce`. ``manual_plan`` names units by patterns.
 """
 
@@ -11,6 +12,11 @@ from .._exports import lazy_exports
 _HOME = {
     "AllToAllAllReduce": "all_to_all",
     "AllToAllReduceScatter": "all_to_all",
+    "CPUOffloadPolicy": "wrapping",
+    "FSDPModule": "fsdp_module",
+    "MixedPrecisionPolicy": "wrapping",
+    "OffloadPolicy": "wrapping",
+    "fully_shard": "wrapping",
     "manual_plan": "manual",
 }
 __all__ = sorted(_HOME)

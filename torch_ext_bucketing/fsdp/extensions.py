@@ -11,6 +11,7 @@ computes the full parameter from them. torchao's weights do so::
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,14 +140,24 @@ class Extension:
         return result
 
 
-def distribute(param: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    """Shard rank 0's values, with the operators that eager FSDP2 requires of such a class."""
-    ranks, rank = mesh.size(-1), mesh.get_local_rank(-1)
+def distribute(
+    param: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], from_first: bool
+) -> DTensor:
+    """Shard a parameter, with the operators that eager FSDP2 requires of a tensor subclass.
+
+    With ``from_first`` the values are those of rank 0, otherwise each rank's own.
+    """
     with torch.no_grad():
-        full = map_parts(param.detach(), lambda part: _from_first(part, mesh))
-        shard = _shard(full, rank, ranks)
+        local: torch.Tensor = param.detach()
+        if from_first:
+            local = map_parts(local, lambda part: _from_first(part, mesh))
+        for mesh_dim, placement in enumerate(placements):
+            if placement.is_shard():
+                rank, ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
+                local = _shard(local, rank, ranks, placement.dim)
+        stride = torch.empty(param.shape, device="meta").stride()
         return DTensor.from_local(
-            shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+            local, mesh, placements, run_check=False, shape=param.shape, stride=stride
         )
 
 
@@ -159,12 +170,12 @@ def _from_first(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return part
 
 
-def _shard(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    chunks = torch.chunk(full, ranks)
+def _shard(full: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> torch.Tensor:
+    chunks = torch.chunk(full, ranks, dim)
     padded = full.new_zeros(chunks[0].shape)
     if rank >= len(chunks):
-        return padded.narrow(0, 0, 0)
-    part = padded.narrow(0, 0, chunks[rank].shape[0])
+        return padded.narrow(dim, 0, 0)
+    part = padded.narrow(dim, 0, chunks[rank].shape[dim])
     part.copy_(chunks[rank])
     return part
 

@@ -21,7 +21,7 @@ from .._torch.dynamo_inputs import names_are_relative_to
 from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
 from ..graph import tags
-from .units import Units, abbreviated, find_units, names_of_units
+from .units import Units, abbreviated, find_units, modules_of_call, names_of_units
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,7 +145,7 @@ class FSDPParamOrder(Units, CustomPassBase):
             ValueError: no units or no parameters in them, an unknown FQN, a module in two units, or
                 a unit inside an earlier one.
         """
-        from .._torch import fsdp2 as _fsdp2
+        from .._torch.fsdp2 import grad_dtype, reduce_order
 
         given = names_of_units(units)
         names = parameter_names(model)
@@ -179,7 +179,7 @@ class FSDPParamOrder(Units, CustomPassBase):
             units=tuple(fqns),
             aliases=tuple((alias, first) for first, *others in held for alias in others),
             reduce_units=tuple(
-                _fsdp2.reduce_order(unit, [_fsdp2.grad_dtype(p) for p in params])
+                reduce_order(unit, [grad_dtype(p) for p in params])
                 for unit, params in zip(fqns, payloads, strict=True)
             ),
             made_by=f"from_model(model, units={code})",
@@ -187,7 +187,7 @@ class FSDPParamOrder(Units, CustomPassBase):
 
     @classmethod
     def from_fsdp(cls, model: nn.Module) -> FSDPParamOrder:
-        """Read the order from the param groups of a model that ``fully_shard`` was applied to.
+        """Read the order from a model that ``fully_shard`` was applied to, FSDP2's or ours.
 
         Works before and after the first forward. FQNs are relative to ``model``.
 
@@ -195,9 +195,9 @@ class FSDPParamOrder(Units, CustomPassBase):
             ValueError: ``model`` holds no FSDP2 module or no parameter in one, or shares a
                 parameter across two param groups, which FSDP2 refuses at the first forward.
         """
-        from .._torch import fsdp2 as _fsdp2
+        from .param_groups import param_groups
 
-        groups = [group for group in _fsdp2.read_param_groups(model) if group.params]
+        groups = [group for group in param_groups(model) if group.params]
         if not groups:
             raise ValueError(f"the fully_shard() units of {type(model).__name__} hold no parameter")
         first: dict[Hashable, str] = {}
@@ -254,18 +254,6 @@ def _unit_modules(model: nn.Module, units: Iterable[tuple[str, ...]]) -> Iterato
     """Yield each unit's modules with own parameters, in FSDP2's order of visits."""
     wrapped: set[nn.Module] = set()  # modules of earlier calls
     for _, modules in find_units(model, units):
-        # ``fully_shard([...])`` drops modules inside others of the list (``_get_root_modules``).
-        inside = {child for module in modules for child in module.modules() if child is not module}
-        roots = [module for module in modules if module not in inside]
-        seen = set(wrapped)
-        yield [module for root in roots for module in _children_first(root, seen)]
+        roots, managed = modules_of_call(modules, wrapped)
+        yield managed
         wrapped.update(roots)
-
-
-def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules below ``module``, then itself, without seen ones and those below them."""
-    seen.add(module)
-    for child in module.children():
-        if child not in seen:
-            yield from _children_first(child, seen)
-    yield module

@@ -8,20 +8,25 @@ bit for bit::
     forward    shard -> param_dtype -> pad dim 0 -> all-gather -> full parameter
     backward   gradient -> reduce_dtype -> pad dim 0 -> reduce-scatter (avg)
                         [-> all-reduce (avg) over the replicas] -> dtype of the parameter
+
+:func:`data_parallel` shards a whole model in one way, :func:`.fully_shard` unit by unit. A
+parameter that is sharded on another dimension than 0 travels as eager FSDP2 sends it: each rank's
+part contiguous (``_reassemble_all_gather_outputs``, ``_fsdp_collectives.py``, torch 2.11 to 2.15).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._torch.fsdp2 import KEEPS_WIDE_GRADIENTS, REDUCES_BY_GRAD_DTYPE
 from .._torch.process_groups import MeshGroup, as_argument, mesh_group
@@ -82,53 +87,125 @@ def data_parallel(
     if mesh.ndim != dims:
         raise ValueError(f"mode {mode!r} needs a {dims}-D mesh, got {mesh.ndim} dimensions")
     for name, param in model.named_parameters():
-        if is_distributed(param):
-            raise ValueError(f"parameter {name} is a DTensor already; shard a model once")
-        if not param.ndim and mode != "replicate":
-            raise ValueError(
-                f"parameter {name} is a scalar, which can't be sharded (nor by eager FSDP2): make "
-                "it a tensor of one element"
-            )
-
+        check_plain(name, param, sharded=mode != "replicate")
     shard_dim = None if mode == "replicate" else dims - 1
     replica_dim = None if mode == "fully_shard" else 0
-    placements: list[Any] = [Shard(0) if dim == shard_dim else Replicate() for dim in range(dims)]
-    extensions: dict[nn.Parameter, Extension] = {}
-    shards = mesh
-    torch.compiler.allow_in_graph(attach)
-    if shard_dim is not None and any(map(extends_gather, model.parameters())):
-        if shard_dim:
+    layout = Layout(mesh, shard_dim, replica_dim, 0, param_dtype, reduce_dtype)
+    distribute_parameters([model], dict.fromkeys(model.parameters(), layout), from_first=True)
+    return model
+
+
+def check_plain(name: str, param: nn.Parameter, sharded: bool = True) -> None:
+    """Raise a ValueError if a parameter can't be sharded, or replicated."""
+    if is_distributed(param):
+        raise ValueError(f"parameter {name} is a DTensor already; shard a model once")
+    if sharded and not param.ndim:
+        raise ValueError(
+            f"parameter {name} is a scalar, which can't be sharded (nor by eager FSDP2): make "
+            "it a tensor of one element"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a parameter, and the dtypes that it travels in.
+
+    Attributes:
+        mesh: of 1 or 2 dimensions.
+        shard_dim: the mesh dimension of the shards; None: whole copies.
+        replica_dim: the mesh dimension of the replicas, or None.
+        dim: the tensor's dimension that is sharded. Other than 0 it is divisible by the shards.
+        param_dtype: dtype of the gathered parameter, if it has floating point; None: its own.
+        reduce_dtype: dtype of the reduction; None: see :func:`data_parallel`.
+    """
+
+    mesh: DeviceMesh
+    shard_dim: int | None
+    replica_dim: int | None = None
+    dim: int = 0
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share one copy."""
+        return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
+
+    @property
+    def placements(self) -> list[Any]:
+        """The placements of the parameter as a ``DTensor``."""
+        dims = range(self.mesh.ndim)
+        return [Shard(self.dim) if d == self.shard_dim else Replicate() for d in dims]
+
+    def extension(self, name: str, param: nn.Parameter, module: nn.Module) -> Extension:
+        """Return a parameter's all-gather extension; see :class:`.Extension` for errors."""
+        mesh = self.mesh
+        assert self.shard_dim is not None
+        if self.dim:
+            raise ValueError(f"parameter {name} has an all-gather extension: shard it on dim 0")
+        if mesh.ndim > 1:
             if mesh.mesh_dim_names is None:
                 raise ValueError(
                     "all-gather extensions get the shards' part of the mesh: name its dimensions, "
                     "init_device_mesh(..., mesh_dim_names=...)"
                 )
-            shards = mesh[mesh.mesh_dim_names[shard_dim]]
-        dtypes = (param_dtype, reduce_dtype)
-        for fqn, param, module in parameters_by_name(model):
-            if extends_gather(param) and param not in extensions:
-                extensions[param] = Extension(fqn, param, module, shards, *dtypes)
+            mesh = mesh[mesh.mesh_dim_names[self.shard_dim]]
+        return Extension(name, param, module, mesh, self.param_dtype, self.reduce_dtype)
+
+
+class Gate(Protocol):
+    """Decides whether reading a parameter gathers it yet."""
+
+    running: bool
+
+
+def distribute_parameters(
+    roots: Sequence[nn.Module],
+    layouts: Mapping[nn.Parameter, Layout],
+    *,
+    from_first: bool,
+    gate: Gate | None = None,
+) -> None:
+    """Replace parameters below ``roots`` by shards that are gathered when they are read.
+
+    Args:
+        roots: modules. Other parameters in them stay.
+        layouts: the parameters to shard.
+        from_first: distribute the values of rank 0; otherwise each rank takes its part of its own
+            values, as ``fully_shard`` does.
+        gate: until it runs, reading a parameter outside of a compile returns the shard.
+    """
+    torch.compiler.allow_in_graph(attach)
+    places = [place for root in roots for place in parameters_by_name(root)]
+    extensions: dict[nn.Parameter, Extension] = {}
+    for fqn, param, module in places:
+        layout = None if param in extensions else layouts.get(param)
+        if layout is not None and layout.shard_dim is not None and extends_gather(param):
+            extensions[param] = layout.extension(fqn, param, module)
     distributed: dict[nn.Parameter, nn.Parameter] = {}
-    for module in list(model.modules()):
-        unshards: dict[str, _Unshard] = {}
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for name, param in own.items():
-            extension = extensions.get(param)
-            if param not in distributed:
-                share = distribute_tensor if extension is None else distribute
-                distributed[param] = nn.Parameter(
-                    share(param.detach(), mesh, placements), requires_grad=param.requires_grad
-                )
-            reduced_in = reduce_dtype or (param.dtype if REDUCES_BY_GRAD_DTYPE else None)
-            unshards[name] = _Unshard(
-                mesh, shard_dim, replica_dim, param.shape, param_dtype, reduced_in, extension
-            )
-        if own:
-            module._parameters.update({name: distributed[param] for name, param in own.items()})
-            module.__dict__["_unshards"] = unshards
-            plain: Any = type(module)
-            module.__class__ = _gathering_class(plain, tuple(unshards))
-    return model
+    for param, layout in layouts.items():
+        shard = distribute(param, layout.mesh, layout.placements, from_first)
+        distributed[param] = nn.Parameter(shard, requires_grad=param.requires_grad)
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        found = {name: param for name, param in own if param in layouts}
+        for name, param in found.items():
+            unshard = _Unshard(layouts[param], param.shape, extensions.get(param), gate)
+            module.__dict__.setdefault("_unshards", {})[name] = unshard
+            module._parameters[name] = distributed[param]
+        if found:
+            change_class(module)
+
+
+def change_class(module: nn.Module, *bases: type) -> None:
+    """Give a module a subclass of its class that gathers the sharded parameters and has ``bases``.
+
+    Modules of one class share the subclass, and so the compiled code.
+    """
+    cls: Any = type(module)
+    plain, known = getattr(cls, "_plain_class", (cls, ()))
+    names = tuple(module.__dict__.get("_unshards", ()))
+    module.__class__ = _gathering_class(plain, names, tuple(dict.fromkeys((*bases, *known))))
 
 
 def ignored_extensions(model: nn.Module) -> dict[str, str]:
@@ -150,57 +227,77 @@ class _Unshard:
     """Gathers one sharded parameter, a ``DTensor``, to the full, plain tensor."""
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        shard_dim: int | None,
-        replica_dim: int | None,
-        shape: torch.Size,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        extension: Extension | None,
+        self, layout: Layout, shape: torch.Size, extension: Extension | None, gate: Gate | None
     ) -> None:
+        self.layout = layout
+        self.dim, self.shard_size = layout.dim, layout.shards
         self.shape = tuple(shape)
         self.extension = extension
-        self.param_dtype = param_dtype
-        self.shard_size = size = 1 if shard_dim is None else mesh.size(shard_dim)
-        self.shard_group = group = None if shard_dim is None else mesh_group(mesh, shard_dim)
+        self.gate = gate
+        mesh, shard_dim, replica_dim = layout.mesh, layout.shard_dim, layout.replica_dim
+        self.shard_group = None if shard_dim is None else mesh_group(mesh, shard_dim)
         replicas = None if replica_dim is None else mesh_group(mesh, replica_dim)
+        ranks = self.shard_size * (1 if replica_dim is None else mesh.size(replica_dim))
         local_rows = shape[0] if shape else 1
-        if shard_dim is not None:
-            rows = -(-local_rows // size)
+        if shard_dim is not None and not self.dim:
+            rows = -(-local_rows // self.shard_size)
             local_rows = max(0, min(rows, local_rows - mesh.get_local_rank(shard_dim) * rows))
-        self.reduction: _Reduction = (reduce_dtype, group, size, replicas, local_rows)
+        groups = (self.shard_group, self.shard_size, replicas)
+        self.reduction: _Reduction = (None, *groups, local_rows, self.dim, ranks, None, False)
         self.unreduced: torch.Tensor | None = None
         self.full: torch.Tensor | None = None
 
+    def divide_by(self, factor: float | None, only_sums: bool) -> None:
+        """Divide gradients by ``factor`` instead of the ranks' number; see ``FSDPModule``."""
+        self.reduction = (*self.reduction[:7], factor, only_sums)
+
+    def waits(self) -> bool:
+        """Return whether reading the parameter returns the shard, as before the first forward."""
+        gate = self.gate
+        return not (torch.compiler.is_compiling() or gate is None or gate.running)
+
+    def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the gathered parameter, for a shard's."""
+        return (self.layout.param_dtype if dtype.is_floating_point else None) or dtype
+
+    def how(self, dtype: torch.dtype) -> _Reduction:
+        """Return how gradients are reduced, for a shard's dtype."""
+        # The dtype may change until the first forward, ``model.bfloat16()``, as with eager FSDP2.
+        reduce_dtype = self.layout.reduce_dtype or (dtype if REDUCES_BY_GRAD_DTYPE else None)
+        return (reduce_dtype, *self.reduction[1:])
+
     def __call__(self, sharded: DTensor) -> torch.Tensor:
         shard = sharded.to_local()
-        wide = _comes_wide(self.param_dtype or shard.dtype, self.reduction[0])
+        how = self.how(shard.dtype)
+        wide = _comes_wide(self.param_dtype(shard.dtype), how[0])
         full = self.full
         if full is None and self.extension is None and not wide:
             return _Gather.apply(shard, self.unreduced, self, None)
         if full is None:
             with torch.no_grad():
                 full = self.gather(shard)
-        return attach(shard, self.unreduced, self.reduction, full)
+        return attach(shard, self.unreduced, how, full)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
         """Create a leaf that accumulates gradients: the full shape, in one element's memory."""
-        dtype = self.param_dtype or sharded.dtype
-        one = torch.empty((), dtype=self.reduction[0] or dtype, device=sharded.device)
+        dtype = self.how(sharded.dtype)[0] or self.param_dtype(sharded.dtype)
+        one = torch.empty((), dtype=dtype, device=sharded.device)
         return one.expand(self.shape).requires_grad_()
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         if self.extension is not None:
             return self.extension.gather(shard)
-        full = shard if self.param_dtype is None else shard.to(self.param_dtype)
+        full = shard.to(self.param_dtype(shard.dtype))
         if self.shard_group is None:
             return full.view_as(full)
-        rows = -(-self.shape[0] // self.shard_size)
+        rows = full.shape[0] if self.dim else -(-self.shape[0] // self.shard_size)
         full = _pad_rows(full, rows)
         group = as_argument(self.shard_group)
         full = _c10d.all_gather_into_tensor(full.contiguous(), self.shard_size, group)
         full = _c10d.wait_tensor(full)
+        if self.dim:
+            parts = full.unflatten(0, (self.shard_size, rows)).movedim(0, self.dim)
+            return parts.flatten(self.dim, self.dim + 1)
         padded = rows * self.shard_size != self.shape[0]
         return full.narrow(0, 0, self.shape[0]) if padded else full
 
@@ -218,42 +315,76 @@ def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
     )
 
 
-_Reduction: TypeAlias = tuple[torch.dtype | None, MeshGroup | None, int, MeshGroup | None, int]
-"""How to reduce a gradient: dtype, group and number of shards, group of replicas, and the number of
-rows of this rank's shard."""
+_Reduction: TypeAlias = tuple[
+    torch.dtype | None, MeshGroup | None, int, MeshGroup | None, int, int, int, float | None, bool
+]
+"""How to reduce a gradient: dtype, group and number of shards, group of replicas, number of rows of
+this rank's shard, sharded dimension, number of all ranks, and what :func:`_division` takes."""
 
 
 def _reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
-    reduce_dtype, shard_group, shard_size, replica_group, local_rows = how
-    if reduce_dtype is not None:
-        grad = grad.to(reduce_dtype)
+    dtype, shard_group, shards, replica_group, local_rows, dim, ranks, factor, only_sums = how
+    if dtype is not None:
+        grad = grad.to(dtype)
+    before, op, op_replicas, after = _division(grad.dtype, shards, ranks, factor, only_sums)
+    if dim:
+        parts = grad.unflatten(dim, (shards, grad.shape[dim] // shards)).movedim(dim, 0)
+        grad = parts.flatten(0, 1)
+    if before != 1:
+        grad = grad / before
     if shard_group is not None:
-        rows = -(-grad.shape[0] // shard_size)
-        grad = _pad_rows(grad, rows * shard_size)
+        rows = -(-grad.shape[0] // shards)
+        grad = _pad_rows(grad, rows * shards)
         group = as_argument(shard_group)
-        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), "avg", shard_size, group)
+        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), op, shards, group)
         grad = _c10d.wait_tensor(grad)
     if replica_group is not None:
-        grad = _c10d.all_reduce(grad.contiguous(), "avg", as_argument(replica_group))
+        grad = _c10d.all_reduce(grad.contiguous(), op_replicas, as_argument(replica_group))
         grad = _c10d.wait_tensor(grad)
-    if shard_group is not None and local_rows != grad.shape[0]:
+    if after != 1:
+        grad = grad / after
+    if shard_group is not None and not dim and local_rows != grad.shape[0]:
         grad = grad.narrow(0, 0, local_rows)
     return grad
 
 
+def _division(
+    dtype: torch.dtype, shards: int, ranks: int, factor: float | None, only_sums: bool
+) -> tuple[float, str, str, float]:
+    """Return a divisor before the reduction, the ops over shards and replicas, a divisor after.
+
+    They are eager FSDP2's (``_get_gradient_divide_factors``, torch 2.11 to 2.15): the process group
+    averages float32 and bfloat16. Other dtypes, which overflow sooner, are divided by about the
+    root of ``factor`` before the sum, and by the rest after it.
+    """
+    overflows = dtype not in (torch.float32, torch.bfloat16)
+    if not overflows and not only_sums:
+        if factor is None:
+            return 1, "avg", "avg", 1
+        return 1, "avg" if factor == shards else "sum", "sum", 1
+    factor = float(ranks) if factor is None else factor
+    before = 1
+    while overflows and factor % before == 0 and factor / before > before:
+        before *= 2
+    return before, "sum", "sum", factor / before
+
+
 @functools.cache
-def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
+def _gathering_class(cls: Any, names: tuple[str, ...], bases: tuple[type, ...]) -> Any:
     """Create a subclass of ``cls`` that gathers parameters when they are read as attributes.
 
     They stay in ``module._parameters``, which ``named_parameters()``, ``state_dict()`` and
-    optimizers read. Modules of one class share the subclass, and so the compiled code.
+    optimizers read.
     """
 
     def read(module: Any, name: str) -> torch.Tensor:
         sharded = module._parameters.get(name)
         if sharded is None:  # set to None or deleted; nn.Module handles the error
             raise AttributeError(name)
-        full = module._unshards[name](sharded)
+        unshard = module._unshards[name]
+        if unshard.waits():
+            return sharded
+        full = unshard(sharded)
         steps: Any = module._modules.get("parametrizations")
         if steps is not None and name in steps:
             for step in steps[name]:
@@ -265,12 +396,14 @@ def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
         # attribute. With this detour it ends at the shards and gathers nothing.
         return dict.fromkeys(names, "_sharded_parameters")
 
-    members: dict[str, Any] = {name: property(functools.partial(read, name=name)) for name in names}
+    members: dict[str, Any] = {"__module__": cls.__module__, "_plain_class": (cls, bases)}
+    if not names:
+        return type(f"Gathering{cls.__name__}", (*bases, cls), members)
+    members.update({name: property(functools.partial(read, name=name)) for name in names})
     members["parametrizations"] = property(functools.partial(_parametrizations, names=names))
     members["_fqn_modifiers"] = fqn_modifiers
     members["_sharded_parameters"] = property(lambda m: SimpleNamespace(**m._parameters))
-    members["__module__"] = cls.__module__
-    return type(f"Gathering{cls.__name__}", (cls,), members)
+    return type(f"Gathering{cls.__name__}", (*bases, cls), members)
 
 
 def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDict:
@@ -315,7 +448,7 @@ class _Gather(torch.autograd.Function):
         how: _Unshard | _Reduction,
         full: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.reduction = how.reduction if isinstance(how, _Unshard) else how
+        ctx.reduction = how.how(shard.dtype) if isinstance(how, _Unshard) else how
         ctx.dtype = shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
         if isinstance(how, _Unshard):
@@ -357,7 +490,7 @@ class _ReduceLate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (total,) = ctx.saved_tensors
-        return _reduced(total, ctx.unshard.reduction).to(ctx.dtype), None, None
+        return _reduced(total, ctx.unshard.how(ctx.dtype)).to(ctx.dtype), None, None
 
 
 class ReduceOnce:

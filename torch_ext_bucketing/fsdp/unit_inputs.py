@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.fx.traceback import annotate
 
-from .._torch.fsdp2 import WRAPS_DATACLASSES
+from .._torch.fsdp2 import CASTS_EACH_MODULE, WRAPS_DATACLASSES, Casts
 from ..fqns import unwrapped
 from .units import find_units
 
@@ -72,7 +72,24 @@ def register_input_nodes(modules: Iterable[nn.Module]) -> None:
     """Give the inputs of every future call of these modules autograd nodes."""
     for module in modules:
         if _hook not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_hook, prepend=True, with_kwargs=True)
+            run_first(module, _hook)
+
+
+def run_first(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a forward pre-hook that runs before all others, but after casts of inputs.
+
+    Eager FSDP2 casts first, which decides the order of a repeated input's gradients.
+    """
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+    hooks = module._forward_pre_hooks
+    *before, added = hooks.items()
+    casts = [] if isinstance(hook, _CastInputs) else before
+    casts = [item for item in casts if isinstance(item[1], _CastInputs)]
+    # Not `prepend=True`: torch 2.11 guards hooks by their places in the dict below an OrderedDict,
+    # where the added one stays last.
+    ordered = dict([*casts, added, *before])
+    hooks.clear()
+    hooks.update(ordered)
 
 
 def is_unit_input(node: fx.Node) -> bool:
@@ -87,15 +104,24 @@ def _hook(
         return None
     # In reverse: eager adds the first gradient of a repeated tensor first, and autograd computes
     # the gradient of the last view first.
+    both = (args, kwargs)
     with annotate({_KEY: True}):
-        made = [tensor.view_as(tensor) for tensor in reversed(_tensors((args, kwargs)))]
+        made = [tensor.view_as(tensor) for tensor in reversed(_tensors(both, _differentiable))]
         if len(made) > 1:
             made = list(torch.ops.torch_ext_bucketing.unit_inputs.default(made))
-    return _replace(args, made), _replace(kwargs, made)
+    return _map(lambda _: made.pop(), both, _differentiable)  # type: ignore[no-any-return]
+
+
+def _differentiable(value: Any) -> bool | None:
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    # FSDP2 looks for gradients in dataclasses since 2.12 (``collect_grad_tensors``), and before by
+    # ``tree_flatten``.
+    return None if WRAPS_DATACLASSES or not _is_dataclass(value) else False
 
 
 def _items(value: Any) -> list[Any]:
-    """List a container's items, like FSDP2 (``collect_grad_tensors``; ``tree_flatten`` in 2.11)."""
+    """List a container's items, like FSDP2 (``_apply_to_tensors``, ``torch/distributed/utils``)."""
     if _is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, dict):
@@ -104,30 +130,38 @@ def _items(value: Any) -> list[Any]:
 
 
 def _is_dataclass(value: Any) -> bool:
-    if not WRAPS_DATACLASSES or (isinstance(value, tuple) and hasattr(value, "_fields")):
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
         return False
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """List the tensors that need a gradient."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.requires_grad else []
-    return [tensor for item in _items(value) for tensor in _tensors(item)]
+def _tensors(value: Any, wanted: Callable[[Any], bool | None]) -> list[torch.Tensor]:
+    """List the wanted tensors in nested containers; ``wanted`` is None for what to look into."""
+    answer = wanted(value)
+    if answer is None:
+        return [tensor for item in _items(value) for tensor in _tensors(item, wanted)]
+    return [value] if answer else []
 
 
-def _replace(value: Any, made: list[torch.Tensor]) -> Any:
-    """Replace :func:`_tensors` by ``made``, which is in reverse order."""
-    if not _tensors(value):
+def _map(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    value: Any,
+    wanted: Callable[[Any], bool | None],
+) -> Any:
+    """Replace the tensors that :func:`_tensors` lists; containers without any stay as they are."""
+    if not _tensors(value, wanted):
         return value
     if isinstance(value, torch.Tensor):
-        return made.pop()
-    old = _items(value)
-    new = [_replace(item, made) for item in old]
+        return function(value)
+    new = [_map(function, item, wanted) for item in _items(value)]
     cls: Any = type(value)
     if _is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-        changes = {n: v for n, v, was in zip(names, new, old, strict=True) if _tensors(was)}
+        changes = {
+            name: item
+            for name, item in zip(names, new, strict=True)
+            if _tensors(getattr(value, name), wanted)
+        }
         return dataclasses.replace(value, **changes)
     if isinstance(value, dict):
         changed = dict(zip(value.keys(), new, strict=True))
@@ -137,3 +171,38 @@ def _replace(value: Any, made: list[torch.Tensor]) -> Any:
     if hasattr(value, "_fields"):
         return cls(*new)
     return cls(new)
+
+
+def register_casts(modules: Sequence[nn.Module], casts: Casts) -> None:
+    """Cast the floating-point inputs and outputs of a unit's modules in every future call."""
+    first = modules if CASTS_EACH_MODULE else modules[:1]
+    last = modules if CASTS_EACH_MODULE else modules[-1:]
+    for module in first if casts.inputs is not None else ():
+        run_first(module, _CastInputs(casts))
+    for module in last if casts.outputs is not None else ():
+        module.register_forward_hook(_CastOutputs(casts))
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    def wanted(item: Any) -> bool | None:
+        if not isinstance(item, torch.Tensor):
+            return None
+        return item.is_floating_point() and item.dtype != dtype
+
+    return _map(lambda tensor: tensor.to(dtype), value, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CastInputs:
+    casts: Casts
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _cast(args, self.casts.inputs), _cast(kwargs, self.casts.inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CastOutputs:
+    casts: Casts
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, self.casts.outputs)

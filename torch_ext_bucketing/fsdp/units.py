@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.nn as nn
 
 from .._torch.dynamo_inputs import names_are_relative_to
-from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names
+from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names, outermost
 
 
 @dataclass(frozen=True, repr=False)
@@ -177,6 +177,29 @@ def find_units(
             for below in module.modules():
                 inside.setdefault(below, label)
         yield names, modules
+
+
+def modules_of_call(
+    modules: Sequence[nn.Module], wrapped: Collection[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules of one ``fully_shard`` call, and all that it manages, in its order.
+
+    Args:
+        modules: given to the call, which drops those inside others (``_get_root_modules``).
+        wrapped: the modules of earlier calls, where it stops.
+    """
+    roots = outermost(modules)
+    seen = set(wrapped)
+    return roots, [module for root in roots for module in _children_first(root, seen)]
+
+
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules below ``module``, then itself, without seen ones and those below them."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _children_first(child, seen)
+    yield module
 
 
 def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpec:
