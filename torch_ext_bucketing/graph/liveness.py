@@ -155,6 +155,7 @@ def with_fused(
         at_start.difference_update(new)
         row.setdefault(node, i)
     there = {*at_start, *(s for new in live.allocates for s in new)}
+    others = there.difference(s for mine in of_node.values() for s in mine)  # such as buckets
     touched_by: dict[int, list[int]] = {}
     for i, (node, new, mine) in enumerate(
         zip(dependencies.nodes, live.allocates, live.touches, strict=True)
@@ -164,7 +165,8 @@ def with_fused(
                 for s in new:
                     size[s] = 0
             if node in found.within or node in found.written:
-                mine = tuple(dict.fromkeys((*new, *of_node.get(node, ()))))
+                own = (s for s in of_node.get(node, ()) if s in there)
+                mine = tuple(dict.fromkeys((*new, *own, *sorted(others.intersection(mine)))))
             elif is_view(node) and launched_by(node) is None:
                 mine = new
             reads = found.reads.get(node, ())

@@ -11,7 +11,7 @@ machine's own ``estimate`` comes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ...graph.collectives import (
     kind_of,
     tensors_in,
 )
-from ...graph.fusion import fused, is_fused, is_read_once
+from ...graph.fusion import Fused, fused, is_fused, is_read_once
 from ...graph.host_copies import FROM_HOST, TO_HOST, host_stream
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
@@ -100,7 +100,7 @@ class Costs:
         self,
         nodes: Sequence[fx.Node],
         absent: Collection[fx.Node] = (),
-        kept: Callable[[fx.Node], bool] | None = None,
+        found: Fused | None = None,
     ) -> list[float]:
         """Return the milliseconds of nodes that run together; 0 for ``absent`` ones.
 
@@ -110,14 +110,14 @@ class Costs:
         Args:
             nodes: nodes of one graph, in its order.
             absent: nodes that may differ from rank to rank, or that don't run.
-            kept: see :func:`.fused`.
+            found: their kernels, if these are known.
         """
         shares: dict[fx.Node, list[float]] = {}
         if self.machine.fuses:
             for node in nodes:
                 if node not in absent and is_fused(node) and self._estimated(node, None) is None:
                     shares[node] = []
-            for kernel in fused(nodes, self.result_bytes, absent, kept).kernels:
+            for kernel in (found or fused(nodes, self.result_bytes, absent)).kernels:
                 ms = self.kernel(kernel.nbytes) / max(kernel.nbytes, 1)
                 for node, nbytes in kernel.shares.items():
                     if node in shares:

@@ -38,6 +38,10 @@ class HeldUnits:
                 gathers = bool(partitioned.keepables[k].starts)
                 if not gathers or backward.group[i] is not None:
                     self.again_ms[k] += backward.ms[i]
+        self._touched_by: dict[int, list[int]] = {}
+        for i, used in enumerate(backward.liveness.touches):
+            for s in used:
+                self._touched_by.setdefault(s, []).append(i)
         self._first = {s: i for i, new in enumerate(backward.liveness.allocates) for s in new}
         self._last = {s: i for i, used in enumerate(backward.liveness.touches) for s in used}
         self._made = {s: i for i, used in enumerate(self._forward.liveness.touches) for s in used}
@@ -68,13 +72,14 @@ class HeldUnits:
         live, made, end = self._forward.liveness, self._made, len(self._forward)
         for s in stay.held:
             if s in made and s not in live.kept:
-                yield live.size[s], made[s] + 1, end
+                yield self._partitioned.sizes[s], made[s] + 1, end
         for s in stay.dropped:
             if s in made:
                 yield -live.size[s], made[s] + 1, end
 
     def _moved_in_backward(self, stay: Stay) -> Iterator[Range]:
-        live, touched_by = self._backward.liveness, self._partitioned.touched_by
+        live, touched_by = self._backward.liveness, self._touched_by
+        whole = self._partitioned.sizes
         held, touched = set(stay.held), dict[int, None]()
         for i, there in enumerate(stay.places):
             if not there:
@@ -82,13 +87,15 @@ class HeldUnits:
         for s in touched:
             nbytes, first = live.size[s], self._first.get(s, 0)
             if s in held:
-                yield nbytes, 0, first
+                yield whole[s], 0, first
+                yield whole[s] - nbytes, first, self._last[s] + 1  # no kernel wrote it
+                nbytes = whole[s]
             if s not in live.kept:  # freed earlier, or not there at all
                 last = max((i for i in touched_by[s] if stay.places[i]), default=first - 1)
                 yield -nbytes, last + 1, self._last[s] + 1
         for part in stay.parts:
             for s, i in part.read.items():
-                yield live.size[s], 0, i + 1
+                yield whole[s], 0, i + 1
             for i, nbytes in part.more.items():
                 yield nbytes, i, i + 1
 

@@ -283,7 +283,7 @@ class KeepPlanner:
         to keep all, or a part of that.
         """
         costs, forward = self.partitioned.costs, self.partitioned.forward
-        size = forward.liveness.size
+        size = self.partitioned.sizes
         most = sum(size[s] for s in self.partitioned.could_park(self.candidates))
         most = min(most, self._host_bytes)
         ms = sum(ms for ms, group in zip(forward.ms, forward.group, strict=True) if group is None)
@@ -310,7 +310,7 @@ class KeepPlanner:
 
     def _near_parked(self, here: Outcome) -> Iterator[tuple[_Set, _Set]]:
         """Yield choices that park, keep, or make again one more activation, or one less."""
-        size = self.partitioned.forward.liveness.size
+        size = self.partitioned.sizes
         there = self.partitioned.could_park(here.kept)
         near = [(here.kept, here.parked ^ {s}) for s in there]
         near.append((here.kept, frozenset(there)))
@@ -369,7 +369,7 @@ class KeepPlanner:
             other = kept ^ more
             held = self._held.peak_bytes(other)
             if held <= there:  # and what is made again for it is made later, or not at all
-                models = self.partitioned.models(other, timed=False)
+                models = self.partitioned.models(other)
                 nbytes = max(m.liveness.peak(range(len(m))) for m in models)
                 if nbytes < peak:
                     kept, there, peak = other, held, nbytes
@@ -477,7 +477,7 @@ class KeepPlanner:
 
     def _blocks(self, chosen: Outcome) -> tuple[BlockBytes, ...]:
         now, most = map(self.partitioned.saved, (chosen.kept, self.candidates))
-        size = self.partitioned.forward.liveness.size
+        size = self.partitioned.sizes
         found: dict[str, list[int]] = {}
         for s, name in self.partitioned.made_in().items():
             if s in now or s in most:

@@ -35,8 +35,8 @@ from ...fsdp.chains import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import is_collective, is_number, is_wait
-from ...graph.fusion import is_fused
-from ...graph.liveness import Storages
+from ...graph.fusion import fused, is_fused
+from ...graph.liveness import Storages, with_fused
 from ...graph.pause_gc import paused_gc
 from ...graph.tags import tag_of
 from ...passes.park import could_park
@@ -89,6 +89,7 @@ class PartitionedModel:
         keepables: parameters by the index of their unit, then activations, then parts.
         parts: what keeping a part changes, by index.
         activations: groups of activations, and nodes saved beside these; None: not keepable.
+        sizes: bytes of each storage, also of those that no kernel writes with nothing kept.
         forward: model of forward, nothing kept.
         backward: model of backward, nothing kept.
 
@@ -166,6 +167,12 @@ class PartitionedModel:
             halves, more, self.parts = with_parts(*halves, self.keepables, costs, smaller)
             self.forward, self.backward = halves
             self.keepables += more
+        self._halves = self.forward, self.backward
+        self.sizes = self.forward.liveness.size
+        if costs.machine.fuses:
+            kept = [half.liveness.kept for half in self._halves]
+            places = split.forward, split.backward
+            self.forward, self.backward = map(split.fused, self._halves, kept, places)
         self.seconds = time.perf_counter() - clock
 
     def _held(self) -> list[tuple[int, ...]]:
@@ -215,7 +222,7 @@ class PartitionedModel:
         return found
 
     def _what_stays(self, gone: frozenset[int]) -> Stay:
-        live, touched_by = self.backward.liveness, self.touched_by
+        live, touched_by = self._halves[1].liveness, self.touched_by
         there = bytearray(b"\1") * len(self.backward)
         removed = []
         parts = tuple(part for k, part in self.parts.items() if k in gone)
@@ -259,14 +266,11 @@ class PartitionedModel:
         forward, backward = self.models(kept)
         return with_copies(forward, backward, nodes, self.costs) if nodes else (forward, backward)
 
-    def models(self, kept: Collection[int], timed: bool = True) -> tuple[Model, Model]:
-        """Return the models of forward and backward for a choice.
-
-        Unless ``timed``, fused kernels have the times that they have with nothing kept.
-        """
-        forward, backward = self.forward, self.backward
+    def models(self, kept: Collection[int]) -> tuple[Model, Model]:
+        """Return the models of forward and backward for a choice."""
         if not kept:
-            return forward, backward
+            return self.forward, self.backward
+        forward, backward = self._halves
         stay = self.stay(kept)
         live = forward.liveness
         saved = {**live.kept, **dict.fromkeys(stay.held)}
@@ -281,15 +285,14 @@ class PartitionedModel:
                 ms[i] += copy_ms
         stays = Storages(live.size, allocates, touches, saved, live.at_start)
         halves = replace(forward, ms=ms, liveness=stays), self._without(kept, stay)
-        if not timed or not self.costs.machine.fuses:
+        if not self.costs.machine.fuses:
             return halves
         # A kernel ends where its half does, so a kept value is written in forward.
         split, nodes = self._split, backward.dependencies.nodes
         gone = {nodes[i] for i, there in enumerate(stay.places) if not there}
-        joint = split.nodes
-        left = (i for i in split.backward if joint[i] not in gone)
-        second = split.retimed(halves[1], backward.liveness.kept, left)
-        return split.retimed(halves[0], saved, split.forward), second
+        left, _ = split.backward_without(gone)
+        second = split.fused(halves[1], backward.liveness.kept, left)
+        return split.fused(halves[0], saved, split.forward), second
 
     def in_place(self, kept: Collection[int]) -> Model:
         """Return :attr:`backward` with a choice's times, and with the nodes that it removes."""
@@ -323,8 +326,8 @@ class PartitionedModel:
 
     def _without(self, kept: Collection[int], stay: Stay) -> Model:
         """Return backward without the nodes that recompute ``kept``."""
-        old, live = self.backward, self.backward.liveness
-        places = self._late(stay)
+        old = self._halves[1]
+        live, places = old.liveness, self._late(stay)
         members = {at: old.members[i] for at, i in enumerate(places) if i in old.members}
         more = sum(live.size[s] for s in stay.held) - sum(live.size[s] for s in stay.dropped)
         changes = stay.changes()
@@ -353,31 +356,11 @@ class _Split:
         self._costs = costs
         self._joint, self._live = joint, liveness
         self.nodes = nodes = joint.dependencies.nodes
-        in_forward = _aot.forward_nodes(graph)
-        again = {**_aot.recomputed_nodes(graph), **dict.fromkeys(chains)}
-        place = {n: i for i, n in enumerate(nodes)}
+        self._inside = in_forward = _aot.forward_nodes(graph)
+        self._again = {**_aot.recomputed_nodes(graph), **dict.fromkeys(chains)}
+        self._place = {n: i for i, n in enumerate(nodes)}
         self._in_forward = [n in in_forward for n in nodes]
-        self.backward: list[int] = []
-        saved: dict[fx.Node, None] = {}
-        done: set[fx.Node] = set()
-        for i, node in enumerate(nodes):
-            if self._in_forward[i]:
-                continue
-            late: dict[fx.Node, None] = {}
-            stack = [node]
-            while stack:
-                reader = stack.pop()
-                for arg in reader.all_input_nodes:
-                    if arg not in in_forward or arg not in place or arg in done or arg in late:
-                        continue
-                    if arg in again:
-                        late[arg] = None
-                        stack.append(arg)
-                    elif not is_number(reader):  # a reader of sizes alone needs no saved tensor
-                        saved[arg] = None
-            done.update(late)
-            self.backward += sorted(place[n] for n in late)
-            self.backward.append(i)
+        self.backward, saved = self.backward_without(())
         self._saved = self._storages(saved)
         placeholders = graph.find_nodes(op="placeholder")
         tangents = [n for n in placeholders if n not in in_forward]
@@ -402,22 +385,55 @@ class _Split:
                 needed.update((node, *node.all_input_nodes))
         self.forward = [i for i, n in enumerate(nodes) if self._in_forward[i] and n in needed]
 
+    def backward_without(
+        self, gone: Collection[fx.Node]
+    ) -> tuple[list[int], dict[fx.Node, None]]:
+        """Return the places of backward's nodes, and what they read of forward.
+
+        Recomputed nodes, but those in ``gone``, stand before their first use.
+        """
+        places, saved, done = list[int](), dict[fx.Node, None](), set(gone)
+        for i, node in enumerate(self.nodes):
+            if self._in_forward[i]:
+                continue
+            late: dict[fx.Node, None] = {}
+            stack = [node]
+            while stack:
+                reader = stack.pop()
+                for arg in reader.all_input_nodes:
+                    if arg not in self._inside or arg not in self._place:
+                        continue
+                    if arg in done or arg in late:
+                        continue
+                    if arg in self._again:
+                        late[arg] = None
+                        stack.append(arg)
+                    elif not is_number(reader):  # a reader of sizes alone needs no saved tensor
+                        saved[arg] = None
+            done.update(late)
+            places += sorted(self._place[n] for n in late)
+            places.append(i)
+        return places, saved
+
     def _storages(self, nodes: Iterable[fx.Node]) -> dict[int, None]:
         return {s: None for n in nodes for s in self._live.of_node[n]}
 
-    def times(self, nodes: Sequence[fx.Node], kept: Collection[int]) -> list[float]:
-        """Time the nodes of a half that keeps some storages."""
-        of_node = self._live.of_node
-        return self._costs.times(
-            nodes, self._joint.graph.free, lambda n: any(s in kept for s in of_node.get(n, ()))
-        )
+    def fused(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
+        """Return a half, its buckets merged, with the fused kernels of ``places``.
 
-    def retimed(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
-        """Return a half, its buckets merged, with the times of the fused kernels of ``places``."""
+        ``kept``: storages that are written, as they outlive the half.
+        """
+        of_node, costs, free = self._live.of_node, self._costs, self._joint.graph.free
         nodes = [self.nodes[i] for i in places]
-        now = {n: ms for n, ms in zip(nodes, self.times(nodes, kept), strict=True) if is_fused(n)}
+        found = fused(
+            nodes, costs.result_bytes, free, lambda n: any(s in kept for s in of_node.get(n, ()))
+        )
+        times = zip(nodes, costs.times(nodes, free, found), strict=True)
+        now = {n: ms for n, ms in times if is_fused(n)}
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
-        return replace(model, ms=[ms if view else now.get(n, ms) for n, ms, view in rows])
+        ms = [ms if view else now.get(n, ms) for n, ms, view in rows]
+        live = with_fused(model.liveness, model.dependencies, of_node, found)
+        return replace(model, ms=ms, liveness=live)
 
     def forward_model(self) -> Model:
         return self._model(self.forward, self._given, self._kept_forward, self._at_start)
@@ -434,12 +450,11 @@ class _Split:
     ) -> Model:
         there, rows = dict(given), list[Row]()
         nodes = self.nodes
-        times = self.times([nodes[i] for i in places], kept)
-        for row, ms in zip(_rows(self._joint, places), times, strict=True):
+        for row in _rows(self._joint, places):
             fresh = tuple(s for s in row.allocates if s not in there)
             there.update(dict.fromkeys(fresh))
             touched = tuple(s for s in row.touches if s in there)
-            rows.append(row._replace(allocates=fresh, touches=touched, ms=ms))
+            rows.append(row._replace(allocates=fresh, touches=touched))
         return self._joint.rebuilt(rows, {}, self._live.size, kept, at_start)
 
 

@@ -49,7 +49,7 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
     return Model(
         dependencies=dependencies,
         liveness=graph.liveness,
-        ms=costs.times(nodes, graph.free),
+        ms=costs.times(nodes, graph.free, graph.fused),
         group=[dependencies.group.get(i) for i in range(len(nodes))],
         start_of=[-1 if (s := launched_by(n)) is None else index[s] for n in nodes],
         compute=[is_compute(n) for n in nodes],
