@@ -18,6 +18,7 @@ from .._torch.aot import stage_of
 from ..errors import UncoveredParametersWarning
 from ..fsdp.tag_graph import FqnOf
 from ..graph.analysis import GraphAnalysis
+from ..graph.beside import beside_bytes
 from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.unwrap import GraphLike, graph_of
@@ -140,12 +141,13 @@ class Compilation:
 
     def _external_live_bytes(self, graph: fx.Graph) -> int:
         mine = kept_inputs(graph, SizeHints.of(self.size_hints))
+        beside = beside_bytes(graph)
         if stage_of(graph) != "backward":
             self._forward_inputs = mine
-            return 0
+            return beside
         # Backward may read only the shape of a shard that is uneven on other ranks: 0 bytes.
         unseen = (n - mine.get(name, 0) for name, n in self._forward_inputs.items())
-        return sum(n for n in unseen if n > 0)
+        return beside + sum(n for n in unseen if n > 0)
 
     def warn(self, text: str, category: type[Warning]) -> None:
         """Warn, and add the text to the report; once per category and compile."""

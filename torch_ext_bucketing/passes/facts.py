@@ -90,9 +90,10 @@ class Baseline(Fact):
 
     Args:
         peak_bytes: estimated peak of live bytes; None if the estimate failed.
-        external_live_bytes: bytes that are live while the graph runs and are not its inputs. For a
-            backward graph: the forward inputs that it does not read, such as shards of parameters
-            that were saved gathered. 0 for other graphs, and if the forward graph was cached.
+        external_live_bytes: bytes that are live while the graph runs and are not its inputs: what
+            the allocator holds beside it (:mod:`.beside`), and for a backward graph the forward
+            inputs that it does not read, such as shards of parameters that were saved gathered,
+            unless the forward graph was cached.
     """
 
     text = "what the graph took as it was"

@@ -8,7 +8,7 @@ from typing import Any
 
 from .base import Report
 from .caps import CapsReport
-from .text import aligned, sizes_text
+from .text import aligned, size_text, sizes_text
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class ScheduleReport(Report):
             and the busiest process group.
         exposed_ms: time that the compute stream waits for communication.
         reference_bytes: the peak that ratios refer to.
+        largest: the node that allocates the largest single block, and its bytes.
         longest_run: most compute nodes between two reduce-scatters.
         bounds: how the order meets each policy.
         misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
@@ -66,6 +67,7 @@ class ScheduleReport(Report):
     exposed_ms: tuple[float, float] = (0.0, 0.0)
     peak_bytes: tuple[int, int] = (0, 0)
     reference_bytes: int = 0
+    largest: tuple[str, int] = ("", 0)
     longest_run: tuple[int, int] = (0, 0)
     bounds: tuple[PolicyReport, ...] = ()
     misses: float = 0.0
@@ -105,6 +107,7 @@ class ScheduleReport(Report):
             ("step, ms", *two(self.step_ms), f"lower bound {self.bound_ms:.2f}, {self.chosen}"),
             ("exposed, ms", *two(self.exposed_ms), ""),
             ("peak", before, after, ", bound ".join([f"unreordered {peak}", *limit])),
+            ("largest block", "", size_text(self.largest[1]), f"of {self.largest[0]}"),
             ("longest compute run", *map(str, self.longest_run), run),
         ]
         if self.bounds_cost_ms:

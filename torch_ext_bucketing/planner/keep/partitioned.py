@@ -34,6 +34,7 @@ from ...bucketing.units import ByUnit
 from ...fsdp.chains import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
+from ...graph.beside import beside_bytes
 from ...graph.collectives import is_collective, is_number, is_wait
 from ...graph.fusion import fused, is_fused
 from ...graph.liveness import Storages, with_fused
@@ -110,7 +111,10 @@ class PartitionedModel:
     ) -> None:
         clock = time.perf_counter()
         self.costs = costs
-        analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
+        beside = beside_bytes(graph)
+        analysis = GraphAnalysis(
+            graph, costs.hints, donated=lambda node: False, external_live_bytes=beside
+        )
         joint = model_of(analysis, costs)
         chains = parameter_chains(graph)
         keepables = keepable_units(chains, units)
@@ -376,7 +380,7 @@ class _Split:
         kept = {**given, **self._storages(first)}
         # Storages that are live after forward only for backward.
         self.handed = [s for s in self._saved if s not in kept]
-        self._at_start = sum(liveness.size[s] for s in given)
+        self._at_start = joint.graph.external_live_bytes + sum(liveness.size[s] for s in given)
         # Forward runs what is saved or returned needs, and nodes with effects.
         needed = {*saved, *first}
         for i in reversed(range(len(nodes))):
@@ -385,9 +389,7 @@ class _Split:
                 needed.update((node, *node.all_input_nodes))
         self.forward = [i for i, n in enumerate(nodes) if self._in_forward[i] and n in needed]
 
-    def backward_without(
-        self, gone: Collection[fx.Node]
-    ) -> tuple[list[int], dict[fx.Node, None]]:
+    def backward_without(self, gone: Collection[fx.Node]) -> tuple[list[int], dict[fx.Node, None]]:
         """Return the places of backward's nodes, and what they read of forward.
 
         Recomputed nodes, but those in ``gone``, stand before their first use.
@@ -449,7 +451,6 @@ class _Split:
         self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
     ) -> Model:
         there, rows = dict(given), list[Row]()
-        nodes = self.nodes
         for row in _rows(self._joint, places):
             fresh = tuple(s for s in row.allocates if s not in there)
             there.update(dict.fromkeys(fresh))

@@ -15,6 +15,8 @@ from .timeline import Timeline, compute_runs
 
 _GIB = 2**30
 _ALL = 2**63  # bytes: more than any graph needs
+_OWN_SEGMENT = 10 * 2**20
+"""torch's CUDA allocator has a segment of its own for each block that is at least as large."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class PeakMemory(Policy):
     """Bound the estimated peak of live bytes.
 
     Args:
-        gib: the bound in GiB. It includes inputs, saved values and constants of the graph, and in
-            backward the parameters that only forward reads.
+        gib: the bound in GiB. It includes inputs, saved values and constants of the graph, in
+            backward the parameters that only forward reads, and cuBLAS's workspaces on CUDA.
         ratio: the bound relative to the graph's peak before bucketing and reordering.
         host_gib: pinned host memory of each rank in GiB that may hold activations from forward to
             backward; None: none. For ``recipe()`` and ``ReshardAfterForward("auto")``, which choose
@@ -133,7 +135,7 @@ class PeakMemory(Policy):
         limit = self.limit_bytes(case.reference_bytes)
         figures = {"limit_bytes": limit}
         if timeline.peak_bytes <= limit:
-            return PolicyReport(repr(self), figures)
+            return PolicyReport(repr(self), figures, warning=_large(*case.model.largest, limit))
         nodes = case.model.dependencies.nodes
         at = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
         where = nodes[timeline.order[at]].name if timeline.live else "the inputs"
@@ -144,6 +146,18 @@ class PeakMemory(Policy):
             "buckets and more recomputation need less."
         )
         return PolicyReport(repr(self), figures, warning=warning)
+
+
+def _large(name: str, nbytes: int, limit: int) -> str:
+    """Return a warning if one block is a large part of the bound."""
+    if nbytes <= max(_OWN_SEGMENT, limit / 4):
+        return ""
+    block, bound = sizes_text(nbytes, limit)
+    return (
+        f"PeakMemory: one block of {block}, of {name}, is over a quarter of the bound of {bound}; "
+        "the allocator needs as much in one piece, and may hold more than live bytes for that "
+        "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids it)"
+    )
 
 
 def within(policies: Sequence[Policy], limit_bytes: int, reference: int) -> tuple[Policy, ...]:

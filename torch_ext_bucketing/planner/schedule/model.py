@@ -117,6 +117,14 @@ class Model(NodeTable):
         return ModelAnalysis(self, self.paths)
 
     @cached_property
+    def largest(self) -> tuple[str, int]:
+        """The name of the node that allocates the most bytes in one block, and the bytes."""
+        size, nodes = self.liveness.size, self.dependencies.nodes
+        made = ((i, s) for i, new in enumerate(self.liveness.allocates) for s in new)
+        i, s = max(made, key=lambda x: (size[x[1]], -x[0]), default=(-1, -1))
+        return (nodes[i].name, size[s]) if i >= 0 else ("", 0)
+
+    @cached_property
     def needed_values(self) -> list[list[int]]:
         """The dependencies of each node, without those of the launch order."""
         return [

@@ -25,6 +25,7 @@ import torch.fx as fx
 from ...errors import BoundNotKeptWarning
 from ...fsdp.all_to_all import SUM
 from ...graph.analysis import GraphAnalysis
+from ...graph.beside import beside_text
 from ...graph.dependencies import Precedence
 from ...graph.pause_gc import paused_gc
 from ...graph.size_hints import GivenHints, SizeHints
@@ -156,7 +157,7 @@ def schedule(
                 machine=machine.describe(),
                 rank_order_ms=price,
                 optimizer_ms=_optimizer_ms(model, order),
-                notes=notes,
+                notes=(*notes, beside) if (beside := beside_text(graph)) else notes,
             )
         if isinstance(gm, fx.GraphModule):
             gm.recompile()
@@ -189,6 +190,7 @@ def _in_its_order(
         exposed_ms=(given.exposed_ms[0], made.exposed_ms[1]),
         peak_bytes=(given.peak_bytes[0], reached.peak_bytes),
         longest_run=(given.longest_run[0], made.longest_run[1]),
+        largest=model.largest,
         bounds=bounds,
         misses=sum(p.misses(case, reached) for p in policies),
         warnings=(*model.graph.hints.problems, *(b.warning for b in bounds if b.warning)),
@@ -394,6 +396,7 @@ def schedule_within(
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
         bounds_cost_ms=cost,
         notes=(*(note for p in policies for note in p.notes(case)), *dear),
+        largest=model.largest,
         warnings=(*model.graph.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
         size_hints=model.graph.hints.to_text(),

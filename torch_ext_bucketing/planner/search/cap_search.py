@@ -456,8 +456,8 @@ class _Search:
         merge_buckets(copy, copied)
         if self._accumulate is not None:
             reduce_by_all_to_all(copy, self._accumulate)
-        external = self._analysis.external_live_bytes
-        there = GraphAnalysis(copy, self._costs.hints, external_live_bytes=external)
+        external, fuses = self._analysis.external_live_bytes, self._analysis.fuses
+        there = GraphAnalysis(copy, self._costs.hints, external_live_bytes=external, fuses=fuses)
         return model_of(there, self._costs)
 
 
