@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ._torch.aot import stage_of
+from .fqns import format_names
 from .fsdp.simple_fsdp import data_parallel
 from .graph.size_hints import GivenHints
 from .graph.unwrap import GraphLike, graph_of
@@ -83,6 +84,13 @@ def explain(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         model, inputs = build(make, str(target))
+        empty = [name for name, p in model.named_parameters() if p.is_meta]
+        if empty:
+            raise TargetError(
+                f"{len(empty)} parameter(s) of the model are on the meta device, and explain runs "
+                f"the model: {format_names(empty)}. Build it on the CPU, or after sharding call "
+                "model.to_empty(device='cpu')"
+            )
         # The graph isn't compiled, but a job's is, by Inductor unless another backend is given.
         machine = (job_machine() if machine is None else machine).for_backend(fuses=True)
         drawn: list[Drawn] = []

@@ -15,7 +15,7 @@ from ..graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ..graph.unwrap import GraphLike
 from .base import GraphPass, Stage
 from .compilation import Compilation
-from .diagnostics import DividedUnits, RunWatch
+from .diagnostics import DividedUnits, RunWatch, watch_for_shards
 from .facts import Buckets, Fact, Order, RankOrder, Tags
 
 
@@ -125,3 +125,7 @@ class BucketByCap(GraphPass):
         plan = self._planner.plan(analysis)
         report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
+
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Look for shards in the first run, and warn if there are none."""
+        return watch_for_shards(compiled, compilation)

@@ -216,6 +216,41 @@ class _Known:
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
+def look_for_shards(parameters: Sequence[Any], names: str, compilation: Compilation) -> None:
+    """Warn if a compile that reads these parameters, such as those in units, has no collectives."""
+    group, report = default_group(), compilation.report
+    if group is None or group.size() < 2 or compilation.tagged or report.collectives_before:
+        return
+    if any(is_distributed(p) for p in parameters):
+        return  # A replica is never gathered, and reduced in training only.
+    if not any(graph.from_cache for graph in report.graphs):
+        compilation.warn(
+            f"nothing is bucketed: no collective serves {names}, which are not sharded. Shard the "
+            "model before it is compiled: torch_ext_bucketing.fsdp.fully_shard, or "
+            "data_parallel(model, mesh). DistributedDataParallel and eager FSDP2's fully_shard "
+            "reduce gradients outside of the graph and leave nothing to bucket",
+            NotBucketedWarning,
+        )
+
+
+def watch_for_shards(compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+    """Wrap ``compiled``, which has no units, to look for shards in its first call."""
+    fqns: Any = compilation.input_fqns or {}
+    if not fqns:
+        return compiled
+    looked = False
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal looked
+        if not looked:
+            looked = True
+            look_for_shards([args[i] for i in fqns], format_names(fqns.values()), compilation)
+        return compiled(*args, **kwargs)
+
+    return run
+
+
 class RunWatch:
     """Watch the first runs of a compiled function for ``units`` that are not reduced as planned."""
 
@@ -242,7 +277,7 @@ class RunWatch:
                     return compiled(*args, **kwargs)
                 mine = calls[module] = _Calls()
                 parameters = [args[i] for i in self._planned]
-                self._look_for_shards(parameters)
+                look_for_shards(parameters, self._names, self._compilation)
                 self._look_at_module(parameters)
             out = compiled(*args, **kwargs)
             if mine.number < _BACKWARDS and torch.is_grad_enabled():
@@ -251,23 +286,6 @@ class RunWatch:
             return out
 
         return run
-
-    def _look_for_shards(self, parameters: Sequence[Any]) -> None:
-        """Warn if the compile has no collectives of the units at all."""
-        group, compilation = default_group(), self._compilation
-        report = compilation.report
-        if group is None or group.size() < 2 or compilation.tagged or report.collectives_before:
-            return
-        if any(is_distributed(p) for p in parameters):
-            return  # A replica is never gathered, and reduced in training only.
-        if not any(graph.from_cache for graph in report.graphs):
-            compilation.warn(
-                f"nothing is bucketed: no collective serves {self._names}, "
-                "which are in units and not sharded. Shard the model before it is compiled: "
-                "data_parallel(model, mesh). DistributedDataParallel and fully_shard reduce "
-                "gradients outside of the graph and leave nothing to bucket",
-                NotBucketedWarning,
-            )
 
     def _look_at_module(self, parameters: Sequence[Any]) -> None:
         """Check the parameters of a module that runs the graph for the first time."""

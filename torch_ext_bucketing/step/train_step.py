@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from ..fqns import format_names, parameter_names
 from ..passes.backends import BucketingBackend
 from ..passes.base import GraphPass
 from ..passes.compilation import Extension
+from ..planner.passes.step_memory import check_parameters
 from ..recipes import recipe
 from .norm import Norm
 from .rules import RULES, rule_of
@@ -203,7 +204,8 @@ def train_step(
         compiler: see :func:`.backend`; so are ``options``.
 
     Raises:
-        TypeError: ``model``, ``optimizer`` or ``loss`` is something else.
+        TypeError: ``model``, ``optimizer`` or ``loss`` is something else, or there is no such
+            option.
         ValueError: an optimizer has parameters that are not the model's or another one's, or needs
             a closure; ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given
             without; ``exchange_bytes`` is not positive.
@@ -227,12 +229,22 @@ def train_step(
     taken: set[torch.Tensor] = set()
     for each in optimizers:
         _check(each, model, taken)
+    own = ("compiler", "passes", "model")
+    accepted = [f.name for f in fields(BucketingBackend) if f.init and f.name not in own]
+    unknown = sorted(options.keys() - set(accepted))
+    if unknown:
+        raise TypeError(
+            f"train_step() takes no {', '.join(f'{name}=' for name in unknown)}. It makes a "
+            "backend of its own, with passes=, compiler= and the options of backend(): "
+            f"{', '.join(f'{name}=' for name in accepted)}"
+        )
     chosen = tuple(recipe(model) if passes is None else passes)
     norm = None if max_norm is None else Norm(float(max_norm), float(norm_type), skip_nonfinite)
 
     def make_backend(epilogue: Callable[[], Epilogue] | None) -> _StepBackend:
         return _StepBackend(compiler, chosen, model, epilogue=epilogue, **options)
 
+    make_backend(None)  # checks its arguments before the first step
     return TrainStep(model, optimizers, loss, norm, make_backend, exchange_bytes)
 
 
@@ -243,19 +255,12 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.
             f"{type(optimizer).__name__}.step() evaluates the model by a closure, which can't be "
             "planned: take its steps eagerly"
         )
-    known = set(model.parameters())
+    check_parameters(optimizer, model)
     mine = {
         f"param_groups[{i}]['params'][{j}]": p
         for i, group in enumerate(optimizer.param_groups)
         for j, p in enumerate(group["params"])
     }
-    foreign = [name for name, p in mine.items() if p not in known]
-    if foreign:
-        raise ValueError(
-            f"{len(foreign)} parameter(s) of the optimizer are not in {type(model).__name__}: "
-            f"{format_names(foreign)}. Make the optimizer after sharding the model, and give a "
-            "module that has all of them"
-        )
     twice = [name for name, p in mine.items() if p in taken]
     if twice:
         raise ValueError(

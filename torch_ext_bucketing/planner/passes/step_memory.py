@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from ..._torch.sharded import largest_shard_bytes, largest_shard_numel
 from ...errors import BoundNotKeptWarning
+from ...fqns import format_names
 from ...passes.compilation import Compilation
 from ...reports.keep import KeepReport
 from ...reports.text import size_text
@@ -35,7 +36,8 @@ def state_bytes(
             fp32, as AdamW has.
 
     Raises:
-        ValueError: both are given, or ``per_parameter`` is negative or infinite.
+        ValueError: both are given, or ``per_parameter`` is negative or infinite, or the optimizer
+            has parameters that are not the model's.
     """
     if optimizer is not None and per_parameter is not None:
         raise ValueError("give optimizer= or state_bytes_per_parameter=, not both")
@@ -45,6 +47,7 @@ def state_bytes(
         each = 8.0 if per_parameter is None else per_parameter
         trained = (p for p in model.parameters() if p.requires_grad)
         return int(each * sum(map(largest_shard_numel, trained)))
+    check_parameters(optimizer, model)
     if optimizer.state:
         return sum(map(_tensor_bytes, optimizer.state.values()))
     found = 0.0
@@ -60,6 +63,23 @@ def state_bytes(
             alike = (p for p in group["params"] if p.dtype == dtype)
             found += each * sum(map(largest_shard_numel, alike))
     return int(found)
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise a ValueError if an optimizer has parameters that are not the model's."""
+    known = set(model.parameters())
+    foreign = [
+        f"param_groups[{i}]['params'][{j}]"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+        if p not in known
+    ]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} parameter(s) of the optimizer are not in {type(model).__name__}: "
+            f"{format_names(foreign)}. Make the optimizer after sharding the model, and give a "
+            "module that has all of them"
+        )
 
 
 def _tensor_bytes(state: dict[str, object]) -> int:

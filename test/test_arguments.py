@@ -1,0 +1,66 @@
+"""Wrong arguments and models are refused when they are given, with what is accepted."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_models import TwoBlocks, eager_fsdp2, step
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.errors import NotBucketedWarning
+from torch_ext_bucketing.explain import explain
+from torch_ext_bucketing.fsdp import fully_shard
+from torch_ext_bucketing.testing.target import TargetError
+
+TOKENS = torch.zeros(2, 3, dtype=torch.long)
+
+
+def on_meta():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = TwoBlocks()
+    return fully_shard(model, mesh=mesh), TOKENS
+
+
+def test_explain_names_parameters_on_the_meta_device():
+    with pytest.raises(TargetError, match=r"10 parameter\(s\).*meta device.*to_empty"):
+        explain(f"{__name__}:on_meta")
+
+
+@pytest.fixture
+def model(fake_world, fresh_dynamo):
+    return fully_shard(TwoBlocks(), mesh=init_device_mesh("cpu", (fake_world,)))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"backend": "inductor"}, TypeError, "no backend=.*compiler=.*prefetch=, agree="),
+        ({"compiler": "inductr"}, ValueError, "'aot_eager', 'inductor' or a callable.*'inductr'"),
+        ({"prefetch": -1}, ValueError, "prefetch must be a whole number"),
+        ({"size_hints": "many"}, (TypeError, ValueError), "size_hints"),
+    ],
+)
+def test_options_of_a_step_are_checked_at_once(model, given, error, match):
+    with pytest.raises(error, match=match):
+        teb.train_step(model, sgd(model), lambda m, x: m(x).sum(), **given)
+
+
+def test_a_bound_refuses_an_optimizer_of_other_parameters(model):
+    before = sgd(TwoBlocks())
+    with pytest.raises(ValueError, match=r"10 parameter\(s\).*after sharding the model"):
+        teb.recipe(model, memory=teb.PeakMemory(gib=1), optimizer=before)
+
+
+@pytest.mark.parametrize("sharding", ["none", "eager"])
+def test_caps_without_collectives_are_a_warning(fake_world, fresh_dynamo, sharding):
+    model = TwoBlocks()
+    if sharding == "eager":
+        eager_fsdp2(model, ["layers.0", "layers.1", ""], init_device_mesh("cpu", (fake_world,)))
+    b = teb.backend("aot_eager", [teb.BucketByCap(8)], model=model)
+    with pytest.warns(NotBucketedWarning, match="torch_ext_bucketing.fsdp.fully_shard"):
+        step(torch.compile(model, backend=b), TOKENS)
