@@ -204,8 +204,8 @@ def train_step(
         compiler: see :func:`.backend`; so are ``options``.
 
     Raises:
-        TypeError: ``model``, ``optimizer`` or ``loss`` is something else, or there is no such
-            option.
+        TypeError: ``model``, ``optimizer`` or ``loss`` is something else, or an option is
+            unknown.
         ValueError: an optimizer has parameters that are not the model's or another one's, or needs
             a closure; ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given
             without; ``exchange_bytes`` is not positive.
