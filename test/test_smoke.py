@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 from blocks_on_ranks import assert_equal, gradients, mesh, shard
+from cuda_attention import KERNELS, outcome
 from demo_checks import check_demo
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -77,6 +78,14 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.usefixtures("fresh_dynamo", "two_ranks")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_attention_of_cuda_is_recomputed(compiler):
+    """The tests of the planner have other kernels."""
+    assert outcome(KERNELS["cudnn"], compiler) == "recomputed"
+
+
 def test_the_example_of_the_testing_folder(tmp_path, monkeypatch):
     code = re.search(r"::\n\n((?:    .*\n|\n)+)", testing.__doc__)[1]
     (tmp_path / "example.py").write_text(EXAMPLE + textwrap.dedent(code))

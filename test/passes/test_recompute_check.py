@@ -81,7 +81,9 @@ class MarkTheResults(teb.GraphPass):
                 del node.meta["recompute"]
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_an_operator_that_draws_without_a_tag_is_found(compiler):
     with pytest.raises(RecomputeError, match=r"draws \(recompute_test.draws.default\)") as error:
         step(Model(OPERATORS["draws"]), compiler)

@@ -33,7 +33,12 @@ ops = torch.ops.attention_test
 
 @pytest.mark.usefixtures("fresh_dynamo", "two_ranks")
 @pytest.mark.parametrize(
-    ("kernel", "compiler"), [*((k, "inductor") for k in KERNELS), ("cudnn", "aot_eager")]
+    ("kernel", "compiler"),
+    [
+        *((k, "inductor") for k in ("cudnn", "math", "varlen", "FlexAttention")),
+        ("cudnn", "aot_eager"),
+        *(pytest.param(k, "inductor", marks=pytest.mark.slow) for k in ("flash", "efficient")),
+    ],
 )
 def test_attention_without_dropout_is_recomputed(kernel, compiler):
     assert outcome(KERNELS[kernel], compiler) == "recomputed"
