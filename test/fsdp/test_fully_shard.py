@@ -20,6 +20,8 @@ from torch_ext_bucketing.fsdp import simple_fsdp as simple
 from torch_ext_bucketing.fsdp.param_groups import param_groups
 from torch_ext_bucketing.testing.ring import on_ranks
 
+pytestmark = pytest.mark.torch
+
 BF16, FP32 = torch.bfloat16, torch.float32
 HALF = MixedPrecisionPolicy(BF16, FP32)
 TOKENS = torch.zeros(2, 3, dtype=torch.long)

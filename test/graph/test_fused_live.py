@@ -93,6 +93,7 @@ def backward(x, w1, w2, w3):
         return torch.autograd.grad(plain(*given), given)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("fn", [block, deep, backward])
 def test_the_peak_is_that_of_the_generated_code(fn):
     shapes = (256, 96), (96, 320), (96, 320), (320, 96)

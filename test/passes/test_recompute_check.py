@@ -18,7 +18,7 @@ from torch_ext_bucketing.graph.unwrap import graph_of
 from torch_ext_bucketing.passes.recompute_check import digest_of
 from torch_ext_bucketing.testing.ring import on_ranks
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("fresh_dynamo")]
 library = torch.library.Library("recompute_test", "FRAGMENT")
 STATE = torch.zeros(())
 

@@ -11,6 +11,8 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.purity import is_known, may_run_twice
 from torch_ext_bucketing.testing.ring import on_ranks
 
+pytestmark = pytest.mark.torch
+
 library = torch.library.Library("attention_test", "FRAGMENT")
 SCHEMA = "(Tensor x) -> (Tensor, Tensor)"
 for name, tags in {
