@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from h100_times import SIMULATOR
 from random_graphs import DIM, forward_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -106,32 +107,6 @@ def test_what_is_no_machine(wrong, error, message):
         Level(1, protocols=(Protocol(0.0, 0.0, -1.0),))
     with pytest.raises(ValueError, match="the same protocols"):
         Machine(ranks_per_node=8, intra=H100.intra, inter=Level(1e9, protocols=INFINIBAND[:2]))
-
-
-# Milliseconds on H100s by MiB of the whole buffer: 1, 2, 4 ... 2048. Source: AutoParallel's overlap
-# simulator, H100. One row per kind and group.
-SIMULATOR = {
-    ("all_reduce", 8, 1): [
-        0.028, 0.041, 0.0628, 0.0849, 0.1292, 0.2179, 0.3822, 0.7084, 1.3609, 2.6658, 5.2756,
-        10.4952,
-    ],
-    ("reduce_scatter", 8, 8): [
-        0.0866, 0.1151, 0.1566, 0.2397, 0.4059, 0.7181, 1.3297, 2.5531, 4.9998, 9.8931, 19.6798,
-        39.2532,
-    ],
-    ("reduce_scatter", 8, 1): [
-        0.0173, 0.0238, 0.0368, 0.0495, 0.0716, 0.1138, 0.1953, 0.3584, 0.6846, 1.3371, 2.642,
-        5.2518,
-    ],
-    ("reduce_scatter", 16, 16): [
-        0.1282, 0.1638, 0.2247, 0.3136, 0.4858, 0.8166, 1.4697, 2.7525, 5.2865, 10.3546, 20.4909,
-        40.7633,
-    ],
-    ("reduce_scatter", 32, 32): [
-        0.2114, 0.2612, 0.3608, 0.4615, 0.6455, 1.0136, 1.7497, 3.1512, 5.86, 11.2777, 22.113,
-        43.7835,
-    ],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", SIMULATOR, ids=str)
@@ -280,6 +255,15 @@ def test_a_file_holds_a_machine(tmp_path):
     assert brief(Machine.load(path)) == brief(machine) != brief(Machine("cluster"))
     with pytest.raises(ValueError, match="estimate"):
         Machine(estimate=lambda node, nbytes: None).save(path)
+
+    document = json.loads(path.read_text())
+    del document["host_ms"]  # a file from before the host's time
+    path.write_text(json.dumps(document))
+    assert Machine.load(path) == machine
+    with pytest.raises(ValueError, match="'kernel', 'generated' or a kind"):
+        Machine(host_ms={"gather": 1.0})
+    with pytest.raises(ValueError, match="at least 0"):
+        Machine(host_ms={"kernel": -1.0})
 
     for known in (H100, replace(H100, inter=Level(1e9, 0.5))):
         known.save(path)

@@ -38,8 +38,12 @@ from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search import cap_search as auto_cap
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 
-# Kernel times grow with bytes, however few.
-SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
+# Kernel times grow with bytes, however few. Launches take next to nothing, each its own time.
+SLOW = Machine(
+    bandwidth=1e6,
+    kernel_ms=1e-9,
+    host_ms={"kernel": 1e-9, "all_gather": 1e-8, "reduce_scatter": 1e-7, "all_reduce": 1e-6},
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,6 +99,7 @@ def test_times_are_those_of_the_merged_graph(seed, size, cap):
     ours, theirs = Timeline.of(planned), Timeline.of(merged)
     assert ours.step_ms == pytest.approx(theirs.step_ms)
     assert ours.compute_ms == pytest.approx(theirs.compute_ms)
+    assert sum(planned.host) == pytest.approx(sum(merged.host))
     assert ours.longest_run == theirs.longest_run
     assert planned.paths.bound_ms == pytest.approx(merged.paths.bound_ms)
     assert planned.paths.bound_ms <= ours.step_ms * (1 + 1e-9)

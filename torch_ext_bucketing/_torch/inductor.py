@@ -141,6 +141,15 @@ def is_inductor_compiling() -> bool:
         return not isinstance(virtualized.V.get_fake_mode(), virtualized.NullHandler)
 
 
+def uses_cuda_graphs(options: dict[str, Any] | None = None, mode: str | None = None) -> bool:
+    """Return whether Inductor captures graphs, with the options and mode of a compile."""
+    with private_torch():
+        from torch._inductor import config
+
+    given = {**mode_options(mode), **(options or {})}
+    return bool(given.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def mode_options(mode: str | None) -> dict[str, Any]:
     """Return Inductor's options for a ``mode`` of ``torch.compile``."""
     with private_torch():

@@ -23,7 +23,7 @@ from .._source import package_digest
 from .._torch import aot as _aot
 from .._torch import caches as _caches
 from .._torch import dynamo_inputs as _dynamo_inputs
-from .._torch.inductor import CustomGraphPass, compile_inductor
+from .._torch.inductor import CustomGraphPass, compile_inductor, uses_cuda_graphs
 from .._torch.offloading import copies_in_partitioner
 from .._torch.process_groups import compiles_for_all_ranks, default_group
 from .._torch.sorting import sort_topologically
@@ -141,6 +141,8 @@ class BucketingBackend:
             model=self.model,
             extension=self._extension(),
             fuses=self.compiler == "inductor",
+            captured=self.compiler == "inductor"
+            and uses_cuda_graphs(kwargs.get("options"), kwargs.get("mode")),
         )
         self.reports.append(compilation.report)
         if guessed:

@@ -95,12 +95,14 @@ class GraphPass(CustomGraphPass):
 
         Without ``compilation``, start one, and warn as :func:`.backend` does.
         """
-        from .._torch.inductor import is_inductor_compiling
+        from .._torch.inductor import is_inductor_compiling, uses_cuda_graphs
         from .compilation import Compilation
         from .diagnostics import warn_of_silence
 
         alone = compilation is None
-        compilation = compilation or Compilation(fuses=is_inductor_compiling())
+        if compilation is None:
+            fuses = is_inductor_compiling()
+            compilation = Compilation(fuses=fuses, captured=fuses and uses_cuda_graphs())
         if Baseline in self.requires:
             compilation.measure(graph_of(graph))
         self.run(graph, compilation)

@@ -90,6 +90,7 @@ class Compilation:
         baseline: memory of the current graph, set by the pipeline.
         extension: adds nodes to the graphs after the partitioner.
         fuses: whether the graph will run as Inductor's kernels; estimates take that.
+        captured: whether it will run as a CUDA graph.
     """
 
     input_fqns: FqnOf | None = None
@@ -104,6 +105,7 @@ class Compilation:
     baseline: Baseline = field(default_factory=Baseline)
     extension: Extension | None = None
     fuses: bool = False
+    captured: bool = False
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
     _uncovered: set[str] = field(default_factory=set)

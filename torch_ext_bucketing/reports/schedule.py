@@ -37,14 +37,17 @@ class ScheduleReport(Report):
     Args:
         policies: the given policies.
         machine: the machine of the cost model, and its ranks per node.
-        bound_ms: lower bound of all orders: the largest of the critical path, the compute stream
-            and the busiest process group.
-        exposed_ms: time that the compute stream waits for communication.
+        bound_ms: lower bound of all orders: the largest of the critical path, the compute stream,
+            the host and the busiest process group.
+        host_ms: time that the host launches.
+        group_ms: time of each process group's collectives.
+        exposed_ms: time that the compute stream waits for communication or the host.
         reference_bytes: the peak that ratios refer to.
         largest: the node that allocates the largest single block, and its bytes.
         longest_run: most compute nodes between two reduce-scatters.
         bounds: how the order meets each policy.
         misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
+        least_misses: the same for the least peak of any order, as far as orders show it.
         chosen: name of the chosen order, one of ``alternatives`` (name, ms, bytes).
         caps: how the byte caps were chosen, if they were.
         notes: policies that do not apply to this graph, and values that are guesses.
@@ -64,6 +67,8 @@ class ScheduleReport(Report):
     step_ms: tuple[float, float] = (0.0, 0.0)
     bound_ms: float = 0.0
     compute_ms: float = 0.0
+    host_ms: float = 0.0
+    group_ms: tuple[tuple[str, float], ...] = ()
     exposed_ms: tuple[float, float] = (0.0, 0.0)
     peak_bytes: tuple[int, int] = (0, 0)
     reference_bytes: int = 0
@@ -71,6 +76,7 @@ class ScheduleReport(Report):
     longest_run: tuple[int, int] = (0, 0)
     bounds: tuple[PolicyReport, ...] = ()
     misses: float = 0.0
+    least_misses: float = 0.0
     chosen: str = "as given"
     alternatives: tuple[tuple[str, float, int], ...] = ()
     caps: CapsReport | None = None
@@ -92,6 +98,14 @@ class ScheduleReport(Report):
         """The bound of ``PeakMemory``, or None."""
         return self.figure("limit_bytes")
 
+    def _others(self) -> str:
+        """Format the time of the streams beside the compute stream."""
+        host = [f"host {self.host_ms:.2f}"] if self.host_ms else []
+        found = ", ".join([*host, *(f"group {name} {ms:.2f}" for name, ms in self.group_ms)])
+        most = max([self.compute_ms, *(ms for _, ms in self.group_ms)])
+        bound = "; the host bounds the step" if self.host_ms > most else ""
+        return f"compute{', ' * bool(found)}{found}{bound}"
+
     def to_text(self) -> str:
         """Format a table, and lines of notes and warnings."""
 
@@ -106,6 +120,7 @@ class ScheduleReport(Report):
             ("", "before", "after", ""),
             ("step, ms", *two(self.step_ms), f"lower bound {self.bound_ms:.2f}, {self.chosen}"),
             ("exposed, ms", *two(self.exposed_ms), ""),
+            ("busy, ms", "", f"{self.compute_ms:.2f}", self._others()),
             ("peak", before, after, ", bound ".join([f"unreordered {peak}", *limit])),
             ("largest block", "", size_text(self.largest[1]), f"of {self.largest[0]}"),
             ("longest compute run", *map(str, self.longest_run), run),

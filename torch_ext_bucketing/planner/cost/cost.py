@@ -6,6 +6,8 @@ no time. Where Inductor runs the graph those that it fuses are one kernel (:mod:
 collective takes the time of the machine's table or network levels (:mod:`.machine`), else of
 torch's model of NCCL (``torch._inductor.comm_analysis``, which follows NCCL's tuning model). A
 machine's own ``estimate`` comes first.
+
+The host launches each collective and each kernel, a fused one once (:attr:`.Machine.host_ms`).
 """
 
 from __future__ import annotations
@@ -101,29 +103,54 @@ class Costs:
         nodes: Sequence[fx.Node],
         absent: Collection[fx.Node] = (),
         found: Fused | None = None,
-    ) -> list[float]:
-        """Return the milliseconds of nodes that run together; 0 for ``absent`` ones.
+    ) -> tuple[list[float], list[float]]:
+        """Time nodes that run together: milliseconds of each, and of its launch by the host.
 
-        Where the machine's kernels are fused, the time of a fused one is divided among the values
-        that it writes, by the bytes that it moves for each. What it computes on the way is 0.
+        Both are 0 for ``absent`` ones. Where the machine's kernels are fused, the time of a fused
+        one is divided among the values that it writes, by the bytes that it moves for each. What it
+        computes on the way is 0.
 
         Args:
             nodes: nodes of one graph, in its order.
             absent: nodes that may differ from rank to rank, or that don't run.
             found: their kernels, if these are known.
         """
-        shares: dict[fx.Node, list[float]] = {}
+        shares: dict[fx.Node, list[tuple[float, float]]] = {}
         if self.machine.fuses:
             for node in nodes:
                 if node not in absent and is_fused(node) and self._estimated(node, None) is None:
                     shares[node] = []
             for kernel in (found or fused(nodes, self.result_bytes, absent)).kernels:
-                ms = self.kernel(kernel.nbytes) / max(kernel.nbytes, 1)
+                whole = max(kernel.nbytes, 1)
+                kernel_ms, launch_ms = self.kernel(kernel.nbytes) / whole, self.launch() / whole
                 for node, nbytes in kernel.shares.items():
                     if node in shares:
-                        shares[node].append(ms * nbytes)
-        given = {**{n: math.fsum(mine) for n, mine in shares.items()}, **dict.fromkeys(absent, 0.0)}
-        return [given[n] if n in given else self(n) for n in nodes]
+                        shares[node].append((kernel_ms * nbytes, launch_ms * nbytes))
+        ms, host = list[float](), list[float]()
+        for node in nodes:
+            if node in absent:
+                parts = []
+            elif node in shares:
+                parts = shares[node]
+            else:
+                own = self(node)
+                parts = [(own, self.launch(node) if own else 0.0)]
+            ms.append(math.fsum(part for part, _ in parts))
+            host.append(math.fsum(part for _, part in parts))
+        return ms, host
+
+    def launch(self, start: fx.Node | None = None) -> float:
+        """Time the host's launch of a collective and its wait, or of a kernel, in milliseconds.
+
+        Args:
+            start: the collective; None, and any other node: a kernel.
+        """
+        given = self.machine.host_ms
+        kind = None if start is None else collective_kind(start)
+        if kind is not None:
+            return given.get(kind, 0.0)
+        kernel_ms = given.get("kernel", 0.0)
+        return given.get("generated", kernel_ms) if self.machine.fuses else kernel_ms
 
     def kernel(self, nbytes: int) -> float:
         """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""
@@ -143,8 +170,8 @@ class Costs:
         # torch concatenates the members, then casts them into this rank's part of the buffer.
         return self.copy(given) + self.kernel(given + 2 * packed)
 
-    def pack_reductions(self, members: Sequence[fx.Node]) -> float:
-        """Time the packing of a bucket of reductions, in milliseconds.
+    def pack_reductions(self, members: Sequence[fx.Node]) -> tuple[float, float]:
+        """Time the packing of a bucket of reductions, and its launches, in milliseconds.
 
         A fused kernel writes its result into the buffer, if nothing else reads it::
 
@@ -152,8 +179,9 @@ class Costs:
         """
         values = (value for member in members for value in member.all_input_nodes)
         fuses = self.machine.fuses
-        copied = sum(self.result_bytes(v) for v in values if not (fuses and is_read_once(v)))
-        return self.copy(copied) if copied else 0.0
+        copied = [self.result_bytes(v) for v in values if not (fuses and is_read_once(v))]
+        ms = self.copy(sum(copied)) if sum(copied) else 0.0
+        return ms, (len(copied) if fuses else min(1, len(copied))) * self.launch()
 
     def bucket(self, members: Sequence[fx.Node]) -> float:
         """Time the collective that merges ``members``, in milliseconds."""

@@ -2,8 +2,9 @@
 
 Collectives are launched as compiled graphs launch them. Their time begins when the last rank has
 arrived: the shortest of the ranks' times counts, which has no wait for peers, and the median of
-several runs. All ranks return the same numbers, those of the slowest group of a mesh dimension and
-of the slowest rank.
+several runs. The host's time for a launch is that of many in a row, while the GPU works; on the CPU
+it is part of each operator's own. All ranks return the same numbers, those of the slowest group of
+a mesh dimension and of the slowest rank.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU malloc reuses blocks of this size. It maps larger ones anew each time (M_MMAP_THRESHOLD is
 # 32 MiB at most), which takes ten times as long.
 _COPY_MIB = {"cuda": 1024, "cpu": 16}
+_LAUNCHES = 200
 
 
 def measure(
@@ -66,6 +68,7 @@ def measure(
         groups.append(dist.group.WORLD)
     machine = Machine(ranks_per_node=per_node)
     table: dict[Any, dict[int, float]] = {}
+    host_ms: dict[str, float] = {}
     for group in groups:
         shape = machine.layout_of(ranks_of(group))
         for kind in COLLECTIVES:
@@ -75,6 +78,8 @@ def measure(
                 say(f"{kind} of {shape[0]} ranks on {shape[1]} nodes, {size} KiB: {ms:.3f} ms")
                 points = table.setdefault((kind, shape), {})
                 points[nbytes] = max(ms, points.get(nbytes, 0.0))
+            _, launch = _launcher(kind, min(kib) * 1024, group, device)
+            host_ms[kind] = max(_launch_ms(launch, device), host_ms.get(kind, 0.0))
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         n = _PRODUCT[device]
@@ -86,18 +91,22 @@ def measure(
     host = torch.empty_like(x, device="cpu", pin_memory=device == "cuda")
     # All ranks of a host copy at once, as they do in a step.
     both = [functools.partial(a.copy_, b, non_blocking=True) for a, b in ((host, x), (x, host))]
-    host_ms = max(_kernel_ms(copy, device, repeats) for copy in both)
+    copy_ms = max(_kernel_ms(copy, device, repeats) for copy in both)
     bandwidth = 2 * x.numel() / _kernel_ms(x.clone, device, repeats) * 1e3
     kernel_ms = _kernel_ms(small.neg, device, repeats)
+    host_ms["kernel"] = _launch_ms(small.neg, device)
     say(f"products {flops['bfloat16'] / 1e12:.3g} TFLOP/s in bfloat16, copies {bandwidth:.3g} B/s")
-    say(f"copies to and from host memory {x.numel() / host_ms * 1e3:.3g} B/s")
+    say(f"copies to and from host memory {x.numel() / copy_ms * 1e3:.3g} B/s")
+    launches = ", ".join(f"{kind} {ms * 1e3:.1f}" for kind, ms in host_ms.items() if ms)
+    say(f"launches by the host, us: {launches or 'part of each operator'}")
     return Machine(
         f"measured, {world} ranks, {dist.get_backend()}",
         flops,
         other_flops=flops["float32"],
         bandwidth=bandwidth,
         kernel_ms=kernel_ms,
-        host_bandwidth=x.numel() / host_ms * 1e3,
+        host_bandwidth=x.numel() / copy_ms * 1e3,
+        host_ms=host_ms,
         collectives={key: tuple(sorted(points.items())) for key, points in table.items()},
         ranks_per_node=per_node,
     )
@@ -130,6 +139,21 @@ def _collective_ms(
 def _kernel_ms(run: Callable[[], Any], device: str, repeats: int) -> float:
     run()
     return _slowest(statistics.median(_timed(run, device) for _ in range(repeats)), device)
+
+
+def _launch_ms(launch: Callable[[], Any], device: str) -> float:
+    """Time the host's part of a launch; 0 on the CPU, which is its own host."""
+    if device == "cpu":
+        return 0.0
+    for _ in range(_LAUNCHES // 10):
+        launch()
+    torch.cuda.synchronize()
+    clock = time.perf_counter()
+    for _ in range(_LAUNCHES):
+        launch()
+    ms = (time.perf_counter() - clock) / _LAUNCHES * 1e3
+    torch.cuda.synchronize()
+    return _slowest(ms, device)
 
 
 def _slowest(ms: float, device: str) -> float:

@@ -110,6 +110,8 @@ class PartitionedModel:
         smaller: Smaller | None = None,
     ) -> None:
         clock = time.perf_counter()
+        # The host's time is the same, whatever is kept, but for what is computed again.
+        costs = Costs(replace(costs.machine, host_ms={}), costs.hints)
         self.costs = costs
         beside = beside_bytes(graph)
         analysis = GraphAnalysis(
@@ -430,7 +432,7 @@ class _Split:
         found = fused(
             nodes, costs.result_bytes, free, lambda n: any(s in kept for s in of_node.get(n, ()))
         )
-        times = zip(nodes, costs.times(nodes, free, found), strict=True)
+        times = zip(nodes, costs.times(nodes, free, found)[0], strict=True)
         now = {n: ms for n, ms in times if is_fused(n)}
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
         ms = [ms if view else now.get(n, ms) for n, ms, view in rows]

@@ -36,7 +36,7 @@ class Estimate(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         assert self.machine is not None
-        machine = self.machine.for_backend(compilation.fuses)
+        machine = self.machine.for_backend(compilation.fuses, compilation.captured)
         model = model_of(compilation.analysis(graph), machine)
         compilation.report.estimates.append(
             _estimate(model, stage_of(graph_of(graph)), machine.describe())

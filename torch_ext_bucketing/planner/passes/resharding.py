@@ -209,7 +209,7 @@ class ReshardAfterForward(GraphPass):
         assert self.memory is not None
         try:
             machine = self.machine or order.machine or job_machine()
-            machine = machine.for_backend(compilation.fuses)
+            machine = machine.for_backend(compilation.fuses, compilation.captured)
             tags = (tag_of(n) for n in graph.nodes)
             fqns = (f for t in tags if t is not None for f in t.fqns)
             units = Units.of(self.units or merged.units or block_units(fqns))

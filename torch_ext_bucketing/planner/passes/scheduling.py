@@ -78,7 +78,7 @@ class Schedule(GraphPass):
         report = schedule(
             graph_of(graph),  # the module is recompiled once, after all passes
             self._bounded(compilation, graph_of(graph)),
-            machine=self._machine.for_backend(compilation.fuses),
+            machine=self._machine.for_backend(compilation.fuses, compilation.captured),
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
@@ -177,7 +177,7 @@ class BucketAndSchedule(Schedule):
             reduce = None
         found = self._search(
             self._bounded(compilation, graph_of(graph)),
-            self._machine.for_backend(compilation.fuses),
+            self._machine.for_backend(compilation.fuses, compilation.captured),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
         ).search(analysis)

@@ -75,6 +75,7 @@ class ListScheduler:
         self.too_deep = False  # a gather was held back by ``depth``,
         self.hurried = False  # or went first all the same, for its deadline
         self.short = False  # memory ran out
+        self.peak_bytes, self.peak_at = 0, -1  # the most live bytes so far, and the place
         self.capped = False  # a compute run reached ``max_run``
         self.analysis = analysis = model.analysis
         self.needs = model.dependencies.needs
@@ -94,7 +95,7 @@ class ListScheduler:
         self.live = LiveBytes(model.liveness)
         self.freed_by_waits = 0  # live bytes that only open waits keep
         self.freed: dict[int, int] = {}
-        self.now = 0.0
+        self.now = self.launched = 0.0  # the latter is the host's time
         self.kernels_ms = 0.0  # of the kernels in the order
         self.streams = Streams(model.group, model.ms, model.shared)
         self.end = self.streams.end
@@ -102,9 +103,7 @@ class ListScheduler:
         self.tail = model.paths.tail
         self.left = Remaining(model, model.paths)
         self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
-        self.next_filler = 0
-        self.head = 0
-        self.run_length = 0
+        self.next_filler = self.head = self.run_length = 0
         self.reductions = {group: list(starts) for group, starts in analysis.reductions.items()}
         self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
         self.reducing = False  # whether a reduction is left
@@ -184,7 +183,12 @@ class ListScheduler:
         model, analysis = self.model, self.analysis
         self.order.append(i)
         self.done[i] = True
-        self.live.run(i)
+        during = self.live.run(i)
+        if during > self.peak_bytes:
+            self.peak_bytes, self.peak_at = during, i
+        self.launched += model.host[i]
+        if self.launched > self.now:
+            self.now = self.launched
         if model.group[i] is not None:
             self._launch(i)
         else:

@@ -46,15 +46,17 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         costs = Costs(machine, graph.hints)
     dependencies = graph.dependencies
     nodes, index = dependencies.nodes, dependencies.index
+    ms, host = costs.times(nodes, graph.free, graph.fused)
     return Model(
         dependencies=dependencies,
         liveness=graph.liveness,
-        ms=costs.times(nodes, graph.free, graph.fused),
+        ms=ms,
         group=[dependencies.group.get(i) for i in range(len(nodes))],
         start_of=[-1 if (s := launched_by(n)) is None else index[s] for n in nodes],
         compute=[is_compute(n) for n in nodes],
         reduces=[replaced_kind(n) == "reduce_scatter" for n in nodes],
         view=[is_view(n) for n in nodes],
+        host=host,
         graph=graph,
         shared=costs.shared_levels(dependencies.group.values()),
     )
@@ -101,6 +103,7 @@ class Row(NamedTuple):
     compute: bool = False
     reduces: bool = False
     view: bool = False
+    host: float = 0.0
 
 
 class Model(NodeTable):
@@ -173,6 +176,7 @@ class Model(NodeTable):
             self.compute[i],
             self.reduces[i],
             self.view[i],
+            self.host[i],
         )
 
     def rebuilt(

@@ -26,6 +26,7 @@ class NodeTable:
         compute: whether the node is a compute node.
         reduces: whether it is a reduce-scatter.
         view: whether it runs no kernel.
+        host: milliseconds that the host takes to launch the node.
         graph: the analysis of the graph that the table was made from.
         members: the starts in a planned bucket, by the place of the bucket's start.
         shared: the network level of each group that shares it with others.
@@ -39,6 +40,7 @@ class NodeTable:
     compute: list[bool]
     reduces: list[bool]
     view: list[bool]
+    host: list[float]
     graph: GraphAnalysis
     members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)

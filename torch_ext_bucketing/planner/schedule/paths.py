@@ -67,11 +67,13 @@ class Paths:
         """The least milliseconds of any order.
 
         It is the longest path, or the time of a stream whose nodes each come after the longest path
-        to them and before the longest one from them.
+        to them and before the longest one from them. The host is one, too.
         """
         model, tail = self._model, self.tail
+        launches = [(0.0, ms, after) for ms, after in zip(model.host, tail, strict=True) if ms]
         head = _longest(model, True, self._between)
         least = max((a + b - ms for a, b, ms in zip(head, tail, model.ms, strict=True)), default=0)
+        least = max(least, _one_after_the_other(launches))
         for mine in self._work.values():
             work = [(head[i] - ms, ms, tail[i] - ms) for i, ms in mine if ms]
             least = max(least, _one_after_the_other(work))

@@ -21,6 +21,7 @@ def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | No
     """
     at_most_ms *= ROUNDING
     tail, ms, group, start_of = model.paths.tail, model.ms, model.group, model.start_of
+    host, launched = model.host, 0.0
     missing = [len(needs) for needs in model.dependencies.needs]
     streams = Streams(group, ms, model.shared)
     starts: list[tuple[float, int]] = []
@@ -45,10 +46,14 @@ def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | No
             heapq.heappush(ready, heapq.heappop(waiting)[1:])
         if starts:
             _, i = heapq.heappop(starts)
+            launched += host[i]
+            now = max(now, launched)
             streams.launch(i, now)
             late = streams.end[i] + tail[i] - ms[i] > at_most_ms
         else:
             i = heapq.heappop(ready)[1] if ready else heapq.heappop(waiting)[2]
+            launched += host[i]
+            now = max(now, launched)
             if start_of[i] >= 0:
                 now = max(now, streams.end[start_of[i]])
             late = now + max(left, tail[i]) > at_most_ms

@@ -126,9 +126,11 @@ def _draw_blocks(axis: Any, blocks: Sequence[BlockBytes]) -> None:
 def _draw_timeline(axis: Any, d: Drawn) -> None:
     model, timeline = d.model, d.timeline
     groups = list(dict.fromkeys(g for g in model.group if g is not None))
-    rows = {group: row for row, group in enumerate([None, *groups])}
+    rows = {group: row for row, group in enumerate([None, *groups], 1)}
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for i in timeline.order:
+    for i, launched in zip(timeline.order, timeline.launched, strict=True):
+        if ms := model.host[i]:
+            bars.setdefault((0, _HOST), []).append((launched - ms, ms))
         if model.ms[i] <= 0:
             continue
         host = model.group[i] in HOST_STREAMS
@@ -139,7 +141,7 @@ def _draw_timeline(axis: Any, d: Drawn) -> None:
             spans, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3
         )
     names = (g if g in HOST_STREAMS else f"group {g}" for g in groups)
-    axis.set_yticks(list(rows.values()), ["compute", *names])
+    axis.set_yticks([0, *rows.values()], ["host", "compute", *names])
     axis.invert_yaxis()
     count = sum(g is not None and g not in HOST_STREAMS for g in model.group)
     axis.set_title(

@@ -1,15 +1,18 @@
-"""Timelines of an order on one compute stream and one stream per process group.
+"""Timelines of an order on the host, one compute stream and one stream per process group.
 
-The CPU runs ahead, so kernels begin when their stream and their inputs are ready. A collective
-begins when its group's stream is free and the compute stream has reached it (:mod:`.streams`). A
-wait holds the compute stream until its collective ends::
+The host launches one node after the other. Kernels begin when they are launched, and their stream
+and their inputs are ready. A collective begins when it is launched, its group's stream is free and
+the compute stream has reached it (:mod:`.streams`). A wait holds the compute stream until its
+collective ends, and does not hold the host::
 
-    compute    mm   cat   mm  mm  |exposed| wait  mm
-    group 0              [ reduce_scatter ]
+    host       mm cat rs mm mm wait mm
+    compute       mm   cat   mm  mm  |exposed| wait  mm
+    group 0                 [ reduce_scatter ]
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +31,8 @@ class Timeline:
         end: milliseconds at its end.
         step_ms: the end of the last stream.
         compute_ms: milliseconds that the compute stream is busy.
-        exposed_ms: milliseconds that it waits for communication, also after its last kernel.
+        exposed_ms: milliseconds that it waits for communication or the host, also after its last
+            kernel.
     """
 
     order: Sequence[int]
@@ -47,6 +51,11 @@ class Timeline:
         return Timeline(order, streams.begin, streams.end, step, busy, step - busy, model)
 
     # Most orders of a search are too long, and nobody reads their memory.
+
+    @cached_property
+    def launched(self) -> Sequence[float]:
+        """Milliseconds at which the host has launched each node of ``order``."""
+        return [*itertools.accumulate(self._model.host[i] for i in self.order)]
 
     @cached_property
     def live(self) -> Sequence[int]:
@@ -76,8 +85,12 @@ def _run(model: Model, order: Sequence[int]) -> tuple[Streams, float, float]:
     """Run ``order``: return the streams, the end of the last one, and the compute stream's load."""
     streams = Streams(model.group, model.ms, model.shared)
     begin, end = streams.begin, streams.end
-    now = busy = 0.0
+    now = busy = launched = 0.0
+    host = model.host
     for i in order:
+        launched += host[i]
+        if launched > now:
+            now = launched
         if model.group[i] is not None:
             streams.launch(i, now)
             continue

@@ -46,7 +46,8 @@ def label(start: fx.Node, hints: SizeHints | None = None) -> str:
 def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
     """Yield Chrome trace events: one process per version, its graphs one after the other.
 
-    Each process has a row for computation, one for each process group, and a counter of live bytes.
+    Each process has a row for the host, one for computation, one for each process group, and a
+    counter of live bytes.
     """
     versions = list(dict.fromkeys(d.version for d in drawn))
     for pid, version in enumerate(versions, 1):
@@ -54,7 +55,7 @@ def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
         mine = [d for d in drawn if d.version == version]
         groups = list(dict.fromkeys(g for d in mine for g in d.model.group if g is not None))
         row = {"ph": "M", "pid": pid, "name": "thread_name"}
-        for tid, name in enumerate(["compute", *(f"group {g}" for g in groups)], 1):
+        for tid, name in enumerate(["host", "compute", *(f"group {g}" for g in groups)]):
             yield {**row, "tid": tid, "args": {"name": name}}
         offset = 0.0
         for d in mine:
@@ -64,24 +65,26 @@ def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
 
 def _events(d: Drawn, pid: int, groups: list[str], offset: float) -> Iterator[dict[str, Any]]:
     nodes, timeline = d.model.dependencies.nodes, d.timeline
-    for i, live in zip(timeline.order, timeline.live, strict=True):
+    for i, live, launched in zip(timeline.order, timeline.live, timeline.launched, strict=True):
         begin_us = (offset + timeline.begin[i]) * 1e3
         group = d.model.group[i]
         if group is None:
             gib = {"GiB": round(live / 2**30, 6)}
             yield {"ph": "C", "pid": pid, "name": "live GiB", "ts": begin_us, "args": gib}
-        if d.model.ms[i] <= 0:
-            continue
-        node = nodes[i]
-        yield {
-            "ph": "X",
-            "pid": pid,
-            "tid": 1 if group is None else 2 + groups.index(group),
-            "name": node.name if group is None else label(node, d.model.graph.hints),
-            "ts": begin_us,
-            "dur": d.model.ms[i] * 1e3,
-            "args": {"stage": d.stage, "node": node.name, "target": str(node.target)},
-        }
+        node, host_ms = nodes[i], d.model.host[i]
+        row = 1 if group is None else 2 + groups.index(group)
+        launch_us = (offset + launched - host_ms) * 1e3
+        for tid, ts, ms in ((0, launch_us, host_ms), (row, begin_us, d.model.ms[i])):
+            if ms > 0:
+                yield {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tid,
+                    "name": node.name if group is None else label(node, d.model.graph.hints),
+                    "ts": ts,
+                    "dur": ms * 1e3,
+                    "args": {"stage": d.stage, "node": node.name, "target": str(node.target)},
+                }
 
 
 def write_trace(drawn: Sequence[Drawn], path: Path) -> None:

@@ -243,7 +243,7 @@ class _Rewritten:
         if not self._packs.keys().isdisjoint(needs):
             row = row._replace(needs=[self._needed_by_write(i, j) for j in needs])
         if i in self._casts:
-            row = Row(row.node, row.needs, (), self._casts[i], view=True)
+            row = Row(row.node, row.needs, (), self._casts[i], view=True)  # packing does it
         elif (touches := self._now(row.touches)) is not row.touches:
             row = row._replace(touches=touches)
         self._at[i] = self._add(row)
@@ -276,14 +276,18 @@ class _Rewritten:
         buffer = self._storage(sum(self._size[s] for s in results))
         given, pack_ms = self._packing(m, moved - sum(gathered))
         new = (buffer, self._storage(given))
-        pack = self._add(Row(members[0], self._needed_by(m.starts), new, new + inputs, pack_ms))
-        ms = costs.bucket(members)
-        start = self._add(Row(members[0], [pack], (), (buffer,), ms, old.group[m.starts[0]]))
+        kernel_ms = costs.launch()
+        pack_host = 2 * kernel_ms if pack_ms else 0.0  # one concatenates, one casts and copies
+        needed = self._needed_by(m.starts)
+        pack = self._add(Row(members[0], needed, new, new + inputs, pack_ms, host=pack_host))
+        ms, host = costs.bucket(members), costs.launch(members[0])
+        group = old.group[m.starts[0]]
+        start = self._add(Row(members[0], [pack], (), (buffer,), ms, group, host=host))
         wait = self._add_wait(m, start, (buffer,))
         for i, w, nbytes in zip(m.starts, m.waits, gathered, strict=True):
             mine, copy_ms = old.liveness.allocates[i], costs.copy(nbytes)
             copy = Row(old.dependencies.nodes[w], [wait], mine, (buffer, *mine), copy_ms)
-            self._at[i], self._at[w] = start, self._add(copy)
+            self._at[i], self._at[w] = start, self._add(copy._replace(host=kernel_ms))
             self._packs[i] = self._packs[w] = (i, pack)
         return start
 
@@ -301,9 +305,8 @@ class _Rewritten:
         if len(members) > 1:
             packed = moved - sum(map(costs.result_bytes, members))
             sent = (self._storage(packed),)
-            needs = [
-                self._add(Row(first, needs, sent, sent + inputs, costs.pack_reductions(members)))
-            ]
+            pack_ms, host = costs.pack_reductions(members)
+            needs = [self._add(Row(first, needs, sent, sent + inputs, pack_ms, host=host))]
         nbytes, ms = 0, 0.0
         if m.rank_order:
             (nbytes, ms), *gathers = costs.in_rank_order(members)
@@ -312,14 +315,17 @@ class _Rewritten:
         else:
             gathers, part, buffer, ms = [], result, result, costs.bucket(members)
         both = (*sent, buffer)
-        start = self._add(Row(first, needs, (buffer,), both, ms, group, reduces=reduces))
+        launch = Row(first, needs, (buffer,), both, ms, group, reduces=reduces)
+        start = self._add(launch._replace(host=costs.launch(first)))
         done = self._add_wait(m, start, both)
         if m.rank_order:
             sum_ms = costs.kernel(nbytes + self._size[part])
-            done = self._add(Row(wait, [done], (part,), (buffer, part), sum_ms))
+            row = Row(wait, [done], (part,), (buffer, part), sum_ms, host=costs.launch())
+            done = self._add(row)
         for _, ms in gathers:
             both = (part, result)
-            gather = self._add(Row(first, [done], (result,), both, ms, group, reduces=reduces))
+            launch = Row(first, [done], (result,), both, ms, group, reduces=reduces)
+            gather = self._add(launch._replace(host=costs.launch(first)))
             done = self._add(Row(wait, [gather], (), both, start_of=gather, view=True))
         for i, w in zip(m.starts, m.waits, strict=True):
             self._at[i], self._at[w] = start, done
