@@ -43,10 +43,17 @@ from torch_features import has_simple_overlap
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.errors import BoundNotKeptWarning
+from torch_ext_bucketing.errors import BoundNotKeptWarning, NotBucketedWarning
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
+from torch_ext_bucketing.graph.collectives import (
+    COLLECTIVES,
+    collective_kind,
+    is_collective,
+    is_compute,
+    kind_of,
+    started_by,
+)
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
 from torch_ext_bucketing.graph.pause_gc import paused_gc
@@ -54,13 +61,18 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.pin_order import pin_order
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.cost.machine import Level
-from torch_ext_bucketing.planner.passes.scheduling import Schedule
-from torch_ext_bucketing.planner.schedule.list_schedule import ListScheduler, list_schedule
+from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule, Schedule
+from torch_ext_bucketing.planner.schedule.list_schedule import (
+    ROUNDING,
+    ListScheduler,
+    list_schedule,
+)
 from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory, forced_run
 from torch_ext_bucketing.planner.schedule.model import Model, model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.options import Options
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
-from torch_ext_bucketing.planner.schedule.scheduler import schedule, schedule_model
+from torch_ext_bucketing.planner.schedule.plain import plain_schedule
+from torch_ext_bucketing.planner.schedule.scheduler import _LeastPeak, schedule, schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline, longest_compute_run
 from torch_ext_bucketing.planner.search import cap_search
 from torch_ext_bucketing.planner.search.cap_search import BySearch, _Search
@@ -312,13 +324,13 @@ def test_nothing_that_goes_wrong_loses_the_graph(monkeypatch):
 
     monkeypatch.setattr(scheduling, "ListScheduler", broken)
     with pytest.warns(BoundNotKeptWarning, match="keeps its order: ZeroDivisionError: no"):
-        report = schedule(gm, Overlap())
+        report = schedule(gm, Overlap(), machine=machine())
     assert order_of(gm) == before
     assert report.warnings
     monkeypatch.undo()
     monkeypatch.setattr(Dependencies, "is_order", lambda self, order: False)
     with pytest.warns(BoundNotKeptWarning, match="keeps its order"):
-        schedule(gm, Overlap())
+        schedule(gm, Overlap(), machine=machine())
     assert order_of(gm) == before
 
 
@@ -717,7 +729,8 @@ def test_caps_are_ranked_by_all_orders(seed):
     for cap in caps:
         model = merged_model(unmerged, planner.plan(cap).buckets, costs)
         found = schedule_model(model, bounds, analysis.peak_bytes).report
-        assert found.misses or report.chosen.step_ms <= found.step_ms[1] * (1 + 1e-9)
+        shortest = min(tried.step_ms for tried in report.tried if not tried.misses)
+        assert found.misses or shortest <= found.step_ms[1] * (1 + 1e-9)
 
 
 def test_a_search_in_words():
@@ -791,10 +804,13 @@ def test_slack_costs_no_memory(policies):
 @pytest.mark.parametrize("level", [Level(6e6, 2.0), Level(3e6, 4.0)], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_times_that_are_off_beat_the_true_ones(level, seed):
-    """Wrong times win by at most 1%. With one cap per kind they won by 5% on a slow network."""
+    """Wrong times win by at most 1%, and by what counts as equal, for fewer collectives.
+
+    With one cap per kind they won by 5% on a slow network.
+    """
     graph, on = uneven_training(seed).graph, on_network(level)
     step, _, off = steps_off(GraphAnalysis(graph), TIGHT, 20, peak_bytes(graph), {}, machine=on)
-    assert min(off) >= 0.99 * step
+    assert min(off) >= 0.99 * step / cap_search._EQUAL
 
 
 @pytest.mark.usefixtures("few_caps")
@@ -809,7 +825,7 @@ def test_members_move_between_buckets_and_the_report_says_what_each_holds():
     assert report.chosen.step_ms < 0.95 * min(one_cap)
     assert_expected_inline(
         report.to_text(),
-        """2 bucket(s) of 0.0469 to 0.0781 for 0 all_gather, 4 bucket(s) of 0.0474 to 0.123 for 0 reduce_scatter, of 6 tried""",
+        """2 bucket(s) of 0.0469 to 0.0781 for 0 all_gather, 3 bucket(s) of 0.0952 to 0.131 for 0 reduce_scatter, of 7 tried""",
     )
 
 
@@ -827,7 +843,9 @@ def test_a_report_in_words():
                          before       after
 step, ms                  22.00       21.00  lower bound 21.00, window 100, depth 1, by deadline, with slack
 exposed, ms                2.00        1.00
+busy, ms                              20.00  compute, group 0 2.00
 peak                 80.000 KiB  88.000 KiB  unreordered 80.000 KiB, bound 104.857 KiB
+largest block                      16.0 KiB  of mm_default
 longest compute run          20          10  bound 8, dependencies force 10
 times are for: machine, nodes unknown
 prefetch_under: no gather in this graph serves a
@@ -992,3 +1010,120 @@ def test_times_that_are_off_are_the_same_for_a_seed_and_cost_nothing_where_they_
     )
     assert found == [step, step]
     assert bound <= step
+
+
+# --- the host ------------------------------------------------------------------------------------
+
+HOST_MS = {"kernel": 0.4, **dict.fromkeys(COLLECTIVES, 0.7)}
+
+
+@given(seed=SEEDS, size=st.integers(1, 16))
+@settings(max_examples=50)
+def test_the_host_launches_one_node_after_the_other(seed, size):
+    model = model_of(random_graph(seed, size, ["0"]), replace(machine(), host_ms=HOST_MS))
+    kinds = [collective_kind(node) for node in model.dependencies.nodes]
+    kernels = sum(ms > 0 and kind is None for ms, kind in zip(model.ms, kinds, strict=True))
+    total = 0.4 * kernels + 0.7 * sum(kind is not None for kind in kinds)
+    assert sum(model.host) == pytest.approx(total)
+    plain = plain_schedule(model)
+    assert plain is not None
+    for order in (range(len(model)), plain, list_schedule(model, Options(window=8))):
+        line = Timeline.of(model, order)
+        assert model.paths.bound_ms <= line.step_ms * ROUNDING
+        assert total <= line.step_ms * ROUNDING
+        for i, launched in zip(order, line.launched, strict=True):
+            assert line.begin[i] >= launched - 1e-9 or not model.host[i]
+
+
+def test_a_step_that_the_host_bounds_and_one_in_a_cuda_graph():
+    on = replace(machine(), host_ms={"kernel": 5.0, "all_gather": 7.0})
+    report = schedule(forward_graph(3), Overlap(), machine=on)
+    assert report.step_ms[1] == pytest.approx(3 * 12.0 + 1.0)  # the last product runs after that
+    assert report.host_ms == pytest.approx(36.0)
+    text = "compute, host 36.00, group 0 3.00; the host bounds the step\n"
+    assert text in report.to_text()
+    captured = schedule(forward_graph(3), Overlap(), machine=on.for_backend(False, captured=True))
+    free = schedule(forward_graph(3), Overlap(), machine=machine())
+    assert captured.step_ms == free.step_ms
+    assert "host" not in captured.to_text()
+
+
+# --- of nearly equal plans -----------------------------------------------------------------------
+
+
+def by_bytes(ms: float) -> Machine:
+    """Return a machine where a gathered parameter takes ``ms``, merged or not, and a product 1."""
+    nbytes = 4 * DIM * DIM * 3 // 2
+    return replace(
+        machine(), collectives={("all_gather", 2): ((nbytes, ms), (64 * nbytes, 64 * ms))}
+    )
+
+
+@pytest.mark.parametrize("ms", [0.01, 0.3])
+def test_of_equal_steps_the_one_with_the_fewest_collectives(ms):
+    # Only the first bucket's gather is exposed.
+    gm = forward_graph(8)
+    plan, report = choose_caps(gm.graph, Overlap(), caps_mb=RUNGS, machine=by_bytes(ms))
+    steps = [t.step_ms for t in report.tried]
+    sizes = [len(bucket.members) for bucket in plan.buckets]
+    assert report.chosen.step_ms <= cap_search._EQUAL * min(steps)
+    if ms == 0.01:
+        assert report.chosen.step_ms > min(steps)
+        assert sizes == [8]
+    else:
+        assert report.chosen.step_ms == min(steps)
+        assert not sizes
+        assert {u.closed_by for u in plan.unmerged} <= {"search", "end"}
+
+
+def test_a_search_that_merges_nothing_warns_of_nothing(recwarn):
+    one = BucketAndSchedule(Overlap(), caps_mb=RUNGS, eligible="structure", machine=by_bytes(0.3))
+    report = one(forward_graph(8)).graphs[-1]
+    assert not report.buckets
+    assert not [w for w in recwarn if issubclass(w.category, NotBucketedWarning)]
+
+
+# --- bounds out of reach -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    made: list[ListScheduler] = []
+    run = ListScheduler.run
+    monkeypatch.setattr(ListScheduler, "run", lambda self: made.append(self) or run(self))
+    return made
+
+
+def test_a_bound_out_of_reach_costs_no_search(passes):
+    """The logits come first, and no order has a lower peak."""
+    b = Trainer()
+    shards = [b.matrix(DIM // 2) for _ in range(24)]
+    x = b.mm(b.matrix(), b.shaped((DIM, 64 * DIM)))
+    x = b.mm(x, b.shaped((64 * DIM, DIM)))
+    for i, shard in enumerate(shards):
+        x = b.mm(x, b.start("all_gather", shard, f"layers.{i}.w"))
+    graph, found = b.finish([x]).graph, []
+    for ratio in (10, 0.7):
+        passes.clear()
+        _, report = choose_caps(
+            graph, [Overlap(), PeakMemory(ratio=ratio)], caps_mb=RUNGS, machine=machine(0.8)
+        )
+        found.append((sum(len(one.order) for one in passes), report.chosen.step_ms))
+    (free, step), (bounded, bounded_step) = found
+    assert bounded_step < 1.01 * step
+    assert bounded <= 6 * free  # nodes placed; free is at its lower bound in one pass a plan
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_bound_out_of_reach_loses_no_order(seed, monkeypatch):
+    graph = random_training(seed).graph
+    model, peak = model_of(graph, machine(0.3)), GraphAnalysis(graph).peak_bytes
+    for ratio in (0.5, 0.9, 1.0):
+        found = []
+        for learn in (_LeastPeak.learn, lambda self, made: None):
+            with monkeypatch.context() as patched:
+                patched.setattr(_LeastPeak, "learn", learn)
+                bounds = [Overlap(), PeakMemory(ratio=ratio)]
+                report = schedule_model(model, bounds, peak).report
+            found.append((round(report.misses, 9), round(report.step_ms[1], 6)))
+        assert found[0] <= found[1]

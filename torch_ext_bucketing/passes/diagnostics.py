@@ -96,6 +96,8 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     whys: Counter[tuple[str, str]] = Counter()  # by why, and what to change
     for node in starts:
         kind, alone, way = replaced_kind(node), left.get(node.name), ""
+        if isinstance(alone, Unmerged) and alone.closed_by == "search":
+            return ""  # the caps that the search chose are the fastest ones
         if isinstance(alone, Unmerged):
             why = f"closed by {alone.closed_by}"
             way = "raise cap_mb" if alone.closed_by == "bytes" else ""

@@ -11,7 +11,7 @@ from .base import LeftAlone, Record
 GRAPH_ORDER = "graph order"
 NO_KEY = f"{GRAPH_ORDER}: a member has no key"
 
-ClosedBy = Literal["bytes", "run", "dependency", "end"]
+ClosedBy = Literal["bytes", "run", "dependency", "search", "end"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class BucketReport(Record):
 class Unmerged(LeftAlone):
     """An eligible collective that is in no bucket.
 
-    ``reason`` names the next candidate of its bucket key, and what kept it out (``closed_by``).
+    ``reason`` names the next candidate of its bucket key, and what kept it out (``closed_by``):
+    ``"search"`` is a byte cap below others that were tried.
     """
 
     kind: str = ""

@@ -5,9 +5,11 @@
 Each candidate order is made in one pass (:mod:`.list_schedule`) and timed on the cost model
 (:mod:`.timeline`). The fastest order that keeps the bounds is chosen, else the one that misses them
 least, with a warning. An order that is faster, but misses the bounds, is made again with a tighter
-limit on memory. The graph's own order is always a candidate, so the estimate never gets worse. Of
-orders with equal steps, one made for slower communication is taken, unless it needs more memory: it
-loses less where times are wrong. An exception leaves the graph unchanged, with a warning.
+limit on memory. Where the bound on memory is out of reach, the least peak takes its place
+(:class:`_LeastPeak`). The graph's own order is always a candidate, so the estimate never gets
+worse. Of orders with equal steps, one made for slower communication is taken, unless it needs more
+memory: it loses less where times are wrong. An exception leaves the graph unchanged, with a
+warning.
 """
 
 from __future__ import annotations
@@ -256,6 +258,7 @@ def schedule_within(
     final: bool = True,
     like: Options | None = None,
     near: bool = True,
+    at_most_misses: float = math.inf,
 ) -> Scheduled | None:
     """Find an order of a model that takes at most ``at_most_ms`` milliseconds.
 
@@ -269,6 +272,7 @@ def schedule_within(
         like: try orders of this sort first, then those that differ from the best one so far in one
             option, and all others if that misses a bound. None: try all.
         near: whether to try others than ``like``, too.
+        at_most_misses: give up if ``like`` and orders next to it miss the bounds by more.
 
     Returns:
         None if the best order takes longer. Such orders are given up early.
@@ -289,6 +293,8 @@ def schedule_within(
     spare = max((p.spare_bytes(case) for p in policies), default=0)
     limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
 
+    least = _LeastPeak(given, limit if unbounded else ask(Options()).limit_bytes or 0)
+
     def misses(timeline: Timeline) -> float:
         missed = sum(p.misses(case, timeline) for p in policies)
         if unbounded:
@@ -302,13 +308,13 @@ def schedule_within(
     def useful_ms() -> float:
         """Return the longest step of an order that may be better than the best one so far."""
         short = (t for t in tries if t.timeline.step_ms <= at_most_ms)
-        least = min(short, key=_rank, default=None)
-        if not wanted or least is None or least.misses:
+        best = min(short, key=_rank, default=None)
+        if not wanted or best is None or least.beats(best):
             return at_most_ms
-        if least.timeline.step_ms <= bound * ROUNDING:
+        if best.timeline.step_ms <= bound * ROUNDING:
             return -1.0
         # The final choice prefers the lower peak of equal steps, so these are made, too.
-        return min(at_most_ms, (1.0 if final else _WORTH) * least.timeline.step_ms)
+        return min(at_most_ms, (1.0 if final else _WORTH) * best.timeline.step_ms)
 
     def tried(name: str, options: Options, free: Options) -> _Try | None:
         """Make an order, unless it can't be better than the best one so far."""
@@ -321,6 +327,7 @@ def schedule_within(
         order = made.run()
         timeline = None if order is None else Timeline.of(model, order)
         passes.append((made, timeline))
+        least.learn(made)
         if timeline is None:
             return None
         return _Try(name, timeline, misses, options, free)
@@ -329,17 +336,26 @@ def schedule_within(
     # The widest window first: narrower ones that give the same order need no pass.
     sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
     left = {free.sort: (name, free) for name, free in sorts}
+    places = {sort: place for place, sort in enumerate(left)}
 
     def make(chosen: Iterable[Options]) -> None:
         for name, free in [left.pop(sort) for sort in chosen if sort in left]:
             options = ask(free)
             if unbounded:
                 options = replace(options, limit_bytes=limit)
-            found = tried(name, options, free)
+            found = tried(name, least.allowed(options), free)
             if found is not None:
                 tries.append(found)
 
     first = like if like in left else None
+    if wanted and left and tries[0].misses:
+        probed = first or next(iter(left))
+        name_and_options = left[probed]
+        make([probed])
+        if left and least.beats(min(tries, key=_rank)):
+            make([min(left, key=lambda sort: (sort.window, sort.depth, sort.deadlines))])
+        if least.nbytes:
+            left[probed] = name_and_options
     if first is not None:
         make([first])
         windows = sorted({sort.window for sort in left} | {first.window})
@@ -349,18 +365,22 @@ def schedule_within(
             first = best.free.sort if best.free is not None else first
     if near or first is None:
         best = min(tries, key=_rank)
+        if first is not None and round(best.misses - at_most_misses, 9) > 0:
+            return None
         unchanged = best.free is None and best.timeline.step_ms <= at_most_ms
-        if first is None or best.misses or unchanged:
+        if first is None or least.beats(best) or unchanged:
             make([*left])
+    # Of equal orders the first one counts, whatever was made early.
+    tries.sort(key=lambda t: -1 if t.free is None or t.free.sort == like else places[t.free.sort])
     if wanted:
         plain = plain_schedule(model, useful_ms())
         if plain is not None:
             tries.append(_Try(_PLAIN, Timeline.of(model, plain), misses))
         if min(t.timeline.step_ms for t in tries) > at_most_ms:
             return None
-        tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
+        tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER, least.beats)
         best = min(tries, key=_rank)
-        if best.free is not None and not best.misses:  # it may keep the bounds without them, too
+        if best.free is not None and not least.beats(best):  # it may do so without bounds, too
             found = tried(f"{best.name}, no bounds", best.free, best.free)
             best = best if found is None else min(best, found, key=_rank)
     else:  # no policy is for speed: the order changes only if it misses a bound
@@ -381,17 +401,24 @@ def schedule_within(
                 if reached.step_ms - shorter.step_ms > _DEAR * reached.step_ms:
                     dear.append(_price(p, reached, shorter))
     bounds = tuple(p.report(case, reached) for p in policies)
+    groups: dict[str, float] = {}
+    for group, ms in zip(model.group, model.ms, strict=True):
+        if group is not None:
+            groups[group] = groups.get(group, 0.0) + ms
     report = ScheduleReport(
         policies=tuple(map(repr, policies)),
         step_ms=(given.step_ms, reached.step_ms),
         bound_ms=bound,
         compute_ms=reached.compute_ms,
+        host_ms=sum(model.host),
+        group_ms=tuple(sorted(groups.items())),
         exposed_ms=(given.exposed_ms, reached.exposed_ms),
         peak_bytes=(given.peak_bytes, reached.peak_bytes),
         reference_bytes=reference,
         longest_run=(given.longest_run, reached.longest_run),
         bounds=bounds,
         misses=best.misses,
+        least_misses=least.misses,
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
         bounds_cost_ms=cost,
@@ -405,6 +432,47 @@ def schedule_within(
     made = min((t for t in tries if t.free is not None), key=_rank, default=None)
     sort = None if made is None or made.free is None else made.free.sort
     return Scheduled(report, reached.order, sort)
+
+
+class _LeastPeak:
+    """The least peak of a model's orders, as far as some of them show it.
+
+    The bound is out of reach where the peak of three orders is of one size and at one node: in the
+    graph's order, in one with overtaking, and in one without, whose gathers are at their use.
+
+    Attributes:
+        nbytes: the peak; 0 while orders with lower ones may be found.
+        misses: its excess over the bound, relative to the bound.
+    """
+
+    def __init__(self, given: Timeline, bound: int) -> None:
+        self._bound, self._given = bound, given
+        self._shown = set[bool]()
+        self.nbytes, self.misses = 0, 0.0
+
+    def learn(self, made: ListScheduler) -> None:
+        """Take note of the peak of an order, or of the part that was made."""
+        given, options = self._given, made.options
+        if self._bound < made.peak_bytes == given.peak_bytes and made.peak_at == self._at:
+            lean = not (options.window or options.depth)
+            self._shown.update({lean} if lean or options.window else ())
+        if len(self._shown) == 2 and not self.nbytes:
+            self.nbytes = given.peak_bytes
+            self.misses = (self.nbytes - self._bound) / max(1, self._bound)
+
+    @cached_property
+    def _at(self) -> int:
+        return self._given.order[self._given.live.index(self._given.peak_bytes)]
+
+    def beats(self, tried: _Try) -> bool:
+        """Return whether an order may miss the bounds less than ``tried``."""
+        return round(tried.misses - self.misses, 9) > 0
+
+    def allowed(self, options: Options) -> Options:
+        """Return ``options`` without a limit that is out of reach."""
+        # Under it no gather and no kernel would go ahead of the graph's order, for no lower peak.
+        limit = options.limit_bytes
+        return options if limit is None else replace(options, limit_bytes=max(limit, self.nbytes))
 
 
 def _with_slack(
@@ -430,22 +498,29 @@ def _with_slack(
 
 
 def _tightened(
-    tries: Sequence[_Try], tried: Callable[[str, Options, Options], _Try | None], times: int
+    tries: Sequence[_Try],
+    tried: Callable[[str, Options, Options], _Try | None],
+    times: int,
+    misses: Callable[[_Try], bool],
 ) -> list[_Try]:
     """Make the fastest orders that miss a bound again, with tighter limits on memory."""
     # Holding kernels back matters more under a limit, so the fastest order of either sort may win.
-    kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
+    kept = min((t.timeline.step_ms for t in tries if not misses(t)), default=float("inf"))
     found = list[_Try]()
     for hold in (True, False):
-        missing = [t for t in tries if t.misses and t.options and t.options.hold is hold]
+        missing = [t for t in tries if t.options and t.options.hold is hold and misses(t)]
         fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
         if fast is not None and fast.timeline.step_ms < _WORTH * kept:
-            found += _with_less_memory(fast, kept, tried, times)
+            found += _with_less_memory(fast, kept, tried, times, misses)
     return found
 
 
 def _with_less_memory(
-    fast: _Try, kept: float, tried: Callable[[str, Options, Options], _Try | None], times: int
+    fast: _Try,
+    kept: float,
+    tried: Callable[[str, Options, Options], _Try | None],
+    times: int,
+    misses: Callable[[_Try], bool],
 ) -> list[_Try]:
     """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""
     # A limit bounds prefetching and overtaking, but later nodes may exceed it. So it is lowered by
@@ -469,7 +544,7 @@ def _with_less_memory(
         if made.timeline.peak_bytes == peak:
             lower *= 2
         peak = made.timeline.peak_bytes
-        if not made.misses or made.timeline.step_ms >= _WORTH * kept or lower >= bound:
+        if not misses(made) or made.timeline.step_ms >= _WORTH * kept or lower >= bound:
             break
     return found
 

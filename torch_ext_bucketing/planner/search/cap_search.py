@@ -14,10 +14,13 @@ the graph, so the search plans several caps, and schedules the model of each mer
    buckets of the best plan, cutting and joining buckets;
 5. the plans of users' planners.
 
+Of plans with nearly equal steps the one with the fewest collectives is chosen. A small difference
+of two estimates decides nothing: latencies that are off by a tenth may outweigh it.
+
 Scheduling takes most of the time, so bounds prune the search: plans come in the order of their
 lower bounds; a plan is skipped if its bound, or the time of one group's collectives, exceeds the
 best step; an order is abandoned once it must exceed it. The sort of order that was the best so far
-comes first.
+comes first. A plan with fewer collectives may be longer by what counts as equal.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ from ..schedule.model import Model, model_of
 from ..schedule.options import Options
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import Scheduled, rank, schedule_within
+from ..schedule.timeline import Timeline
 from .merged_model import merged_model
 from .moves import moves
 
@@ -70,6 +74,7 @@ _MOVES_AT_FLOOR = 1.01  # the same for moves
 _NEAR_BOUND = 1.02  # no caps between the rungs once step / the plan's own bound is at most this
 _WORTH = 0.998  # a step must be shorter than this part of the best step
 _WORTH_MOVES = 0.999  # the same while members are moved, which mostly adds a bucket
+_EQUAL = 1.025  # steps are equal within this; see benchmarks/README.md, on measured times
 
 _SMALL = 2000  # nodes; larger graphs move no members, and try one sort for caps between rungs
 _MOVED_NODES = 20_000  # most nodes to schedule for moves, over all plans,
@@ -161,10 +166,10 @@ class BySearch:
             none = TriedCaps((), 0.0, 0, 0, 0.0)
             return Searched(plan, CapsReport(none, (), time.perf_counter() - clock, text), None)
         tried = {name: _to_report(name, found.report) for name, found in search.tried.items()}
-        report = CapsReport(
-            tried[search.best()], tuple(tried.values()), time.perf_counter() - clock
-        )
-        return Searched(search.chosen.plan, report, search.chosen.sort)
+        name = search.fewest()
+        report = CapsReport(tried[name], tuple(tried.values()), time.perf_counter() - clock)
+        chosen = search.tried[name]
+        return Searched(search.explained(chosen.plan), report, chosen.sort)
 
 
 def _to_report(name: _Name, report: ScheduleReport) -> TriedCaps:
@@ -192,6 +197,11 @@ class _Tried(NamedTuple):
     def rank(self) -> tuple[float, ...]:
         """Prefer, of equals, the plan with the smaller lower bound, then the first one tried."""
         return rank(self.report.misses, self.report.step_ms[1], round(self.report.bound_ms, 9))
+
+    @property
+    def merged(self) -> int:
+        """The number of collectives that merging saves."""
+        return _merged_by(self.plan)
 
 
 class _Search:
@@ -225,6 +235,23 @@ class _Search:
         """Return the name of the best plan so far."""
         return min(self.tried, key=lambda name: self.tried[name].rank)
 
+    def fewest(self) -> _Name:
+        """Return the name of the plan to choose: of steps equal to the best, the fewest starts."""
+        tried, best = self.tried, self.chosen.report
+        most_ms = _EQUAL * best.step_ms[1]
+        return min(
+            (
+                name
+                for name, found in tried.items()
+                if name == self.best()
+                or (
+                    round(found.report.misses - best.misses, 9) <= 0
+                    and found.report.step_ms[1] <= most_ms
+                )
+            ),
+            key=lambda name: (-tried[name].merged, tried[name].rank),
+        )
+
     def _best_caps(self) -> dict[tuple[str, str], _Cap]:
         return dict(best) if not isinstance(best := self.best(), str) else {}
 
@@ -237,10 +264,10 @@ class _Search:
         """
         for cap in self._best_first(ladder):
             self._try(cap, self._max_run)
-        for cap in ladder if self.chosen.report.misses else ():
+        for cap in ladder if self._may_miss_less() else ():
             self.attempt(cap)
         # The model is small, or the bound is tight.
-        while self.chosen.report.misses and ladder[0] > _SMALLEST_MB:
+        while self._may_miss_less() and ladder[0] > _SMALLEST_MB:
             ladder.insert(0, ladder[0] / 4)
             self.attempt(ladder[0])
         # The model is large: its parameters may exceed all caps so far.
@@ -262,7 +289,7 @@ class _Search:
             self._try(best or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
                 self._try(cap, _SHORT_RUN)
-        small = largest and not self._large and not self.chosen.report.misses
+        small = largest and not self._large and not self._may_miss_less()
         if small and not self._within(_MOVES_AT_FLOOR, self._floor_ms):
             self._move_members()
         for name, plan in others.items():
@@ -321,13 +348,12 @@ class _Search:
                     caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
                 if caps != self._best_caps():
                     # The best sort changes between two rungs, but little depends on it there.
-                    known = self._large and not self.chosen.report.misses
+                    known = self._large and not self._may_miss_less()
                     self.attempt(caps, self.chosen.sort if known else None)
 
     def _within(self, times: float, bound_ms: float) -> bool:
         """Return whether the best step keeps the bounds and takes at most ``times * bound_ms``."""
-        best = self.chosen.report
-        return not best.misses and best.step_ms[1] <= times * bound_ms
+        return not self._may_miss_less() and self.chosen.report.step_ms[1] <= times * bound_ms
 
     @cached_property
     def _floor_ms(self) -> float:
@@ -353,6 +379,15 @@ class _Search:
             self._plans[name] = self._planner.plan(caps, max_run)
         return self._plans[name]
 
+    def explained(self, plan: MergePlan) -> MergePlan:
+        """Return ``plan``, where the cap of a collective is one that this search chose."""
+        if all(_merged_by(other) <= _merged_by(plan) for other in self._plans.values()):
+            return plan
+        unmerged = tuple(
+            replace(u, closed_by="search") if u.closed_by == "bytes" else u for u in plan.unmerged
+        )
+        return replace(plan, unmerged=unmerged)
+
     def attempt(
         self, caps: dict[tuple[str, str], _Cap] | float, like: Options | None = None
     ) -> None:
@@ -362,7 +397,7 @@ class _Search:
         ``like``.
         """
         self._try(caps, self._max_run, like)
-        if self.chosen.report.misses:
+        if self._may_miss_less():
             self._try(caps, None if self._max_run is not None else _SHORT_RUN)
 
     def _try(
@@ -378,7 +413,7 @@ class _Search:
     def _try_plan(
         self, plan: MergePlan, max_run: int | None, name: _Name, like: Options | None = None
     ) -> None:
-        if self._busiest_ms(plan) >= self._best_ms():
+        if self._busiest_ms(plan) >= self._useful_ms(plan):
             return
         found = self._scheduled(plan, like)
         if found is None:
@@ -386,6 +421,17 @@ class _Search:
         tried = _Tried(plan, max_run, found.report, found.sort)
         if name not in self.tried or tried.rank < self.tried[name].rank:
             self.tried[name] = tried
+
+    def _may_miss_less(self) -> bool:
+        """Return whether the best step misses a bound that another plan may keep or miss less."""
+        report = self.chosen.report
+        if round(report.misses - report.least_misses, 9) > 0:
+            return True
+        return report.misses > 0 and report.peak_bytes[1] > self._unmerged_bytes
+
+    @cached_property
+    def _unmerged_bytes(self) -> int:
+        return Timeline.of(self._model).peak_bytes
 
     def _busiest_ms(self, plan: MergePlan) -> float:
         """Return the time of the busiest process group's collectives, a lower bound of the step."""
@@ -402,10 +448,13 @@ class _Search:
             busy[self._groups[members[0]]] += self._bucket_ms[members]
         return max(busy.values(), default=0.0)
 
-    def _best_ms(self) -> float:
-        """Return the longest step that would replace the best one so far."""
-        best = self.chosen.report if self.tried else None
-        return math.inf if best is None or best.misses else self._worth * best.step_ms[1]
+    def _useful_ms(self, plan: MergePlan) -> float:
+        """Return the longest step of a plan that may be chosen."""
+        if not self.tried or self._may_miss_less():
+            return math.inf
+        best = self.chosen.report
+        fewer = _merged_by(plan) > self.tried[self.fewest()].merged
+        return (_EQUAL if fewer else self._worth) * best.step_ms[1]
 
     def _scheduled(self, plan: MergePlan, like: Options | None) -> Scheduled | None:
         """Schedule a plan in orders of the sort ``like``; None if the best step is shorter."""
@@ -413,19 +462,20 @@ class _Search:
         key = buckets, like
         if key not in self._known:
             self._known[key] = None
-            best_ms, model = self._best_ms(), self._merged(plan)
+            useful_ms, model = self._useful_ms(plan), self._merged(plan)
             del self._models[buckets]
-            if model.paths.bound_ms > best_ms:
+            if model.paths.bound_ms > useful_ms:
                 return None
             # Try all orders: a few would rank plans by how well these few keep the bounds.
             self._known[key] = schedule_within(
-                best_ms,
+                useful_ms,
                 model,
                 self._policies,
                 self._reference,
                 final=False,
                 like=like or (self.chosen.sort if self.tried else None),
                 near=like is None,
+                at_most_misses=self.chosen.report.misses if self.tried else math.inf,
             )
         return self._known[key]
 
@@ -459,6 +509,11 @@ class _Search:
         external, fuses = self._analysis.external_live_bytes, self._analysis.fuses
         there = GraphAnalysis(copy, self._costs.hints, external_live_bytes=external, fuses=fuses)
         return model_of(there, self._costs)
+
+
+def _merged_by(plan: MergePlan) -> int:
+    """Count the collectives that a plan saves."""
+    return sum(len(bucket.members) - 1 for bucket in plan.buckets)
 
 
 def _between(cap: float, larger: float) -> float:
