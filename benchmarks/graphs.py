@@ -124,6 +124,12 @@ def _held_out(number: int) -> Config:
 HELD_OUT: dict[str, Config] = {f"held_out_{number:02}": _held_out(number) for number in range(20)}
 """Left out unless asked for by this name."""
 
+MEASURED: dict[str, Config] = {
+    f"measured_llama3_8b_{nodes}x8": Config(LlamaConfig(batch=2), Layout(fsdp=nodes, tensor=8))
+    for nodes in (16, 32)
+}
+"""Models on groups that there are measured times for; left out unless asked for by this name."""
+
 _VARIANTS: tuple[tuple[Phase, bool], ...] = (
     ("forward", False),
     ("backward", False),
@@ -138,7 +144,7 @@ def _graph_name(config: str, phase: Phase, recompute: bool) -> str:
 
 _PARTS: dict[str, tuple[str, Phase, bool]] = {
     _graph_name(config, phase, recompute): (config, phase, recompute)
-    for config in (*CONFIGS, *HELD_OUT)
+    for config in (*CONFIGS, *HELD_OUT, *MEASURED)
     for phase, recompute in _VARIANTS
 }
 NAMES: tuple[str, ...] = tuple(name for name, (config, *_) in _PARTS.items() if config in CONFIGS)
@@ -258,7 +264,7 @@ def chosen(
 
     A forward graph does not depend on whether backward repeats its gathers, so it is listed once.
     """
-    asked = _PARTS if any(p.startswith("held_out_") for p in patterns) else NAMES
+    asked = _PARTS if any(p.startswith(("held_out_", "measured_")) for p in patterns) else NAMES
     names = [n for n in asked if not n.endswith("forward.recompute")]
     found = matching(parser, names, patterns)
     return found if child else available(found)
@@ -267,7 +273,7 @@ def chosen(
 def _config(name: str, layers: int | None) -> Config:
     if name not in _PARTS:
         raise KeyError(f"no graph is named {name!r}; the names are {', '.join(NAMES)}")
-    config = (CONFIGS | HELD_OUT)[_PARTS[name][0]]
+    config = (CONFIGS | HELD_OUT | MEASURED)[_PARTS[name][0]]
     if layers is None:
         return config
     if layers < 1:

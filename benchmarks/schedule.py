@@ -4,6 +4,7 @@
     python -m benchmarks.schedule --only 'llama3_8b_*' --json out.json
     python -m benchmarks.schedule --between 12.5            a slower network between nodes
     python -m benchmarks.schedule --only 'held_out_*'       models that nothing is tuned on
+    python -m benchmarks.schedule --only 'measured_*' --measured   scored by other times
 
 Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
 
@@ -14,7 +15,9 @@ Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
   :func:`.schedule` with ``Overlap()`` and ``PeakMemory`` at 1.02 times the peak of the graph
   without buckets.
 
-Both results are timed by :class:`.Timeline` on the same machine. The lower bound is
+Both results are timed by :class:`.Timeline` on the same machine: that of the plans, or with
+``--measured`` one with tables of collectives (:mod:`h100_times`) and with fused kernels, which
+nothing was planned for. The lower bound is
 :attr:`.Paths.bound_ms` of our bucketed graph. Pass times are CPU seconds, medians over
 ``--repeat`` fresh loads.
 """
@@ -31,6 +34,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
@@ -42,6 +46,7 @@ from .command import add_json, add_number, parser_of, write_json
 from .graphs import Graph, chosen, load
 
 if TYPE_CHECKING:
+    from torch_ext_bucketing.planner.cost.machine import Machine
     from torch_ext_bucketing.planner.schedule.model import Model
     from torch_ext_bucketing.planner.schedule.policy import Policy
 
@@ -132,6 +137,15 @@ def run_ours(
     }
 
 
+def measured() -> Machine:
+    """Return nodes of 8 H100s with a table of collectives, which run fused kernels."""
+    from h100_times import table
+
+    from torch_ext_bucketing.planner.cost.machine import H100
+
+    return replace(H100, name="H100, by tables", collectives=table(), fuses=True)
+
+
 def child(
     way: str,
     name: str,
@@ -139,6 +153,7 @@ def child(
     repeat: int,
     layers: int | None,
     between: float | None,
+    by_tables: bool,
 ) -> None:
     """Measure one way on one graph and print the result as JSON."""
     from eager_parity.devices import nodes
@@ -148,8 +163,8 @@ def child(
     from torch_ext_bucketing.planner.schedule.timeline import Timeline
 
     def model(graph: Graph) -> Model:
-        costs = Costs(nodes(between), SizeHints(graph.config.size_hints))
-        return model_of(graph.gm.graph, costs)
+        machine = measured() if by_tables else nodes(between)
+        return model_of(graph.gm.graph, Costs(machine, SizeHints(graph.config.size_hints)))
 
     logging.getLogger("torch._inductor.fx_passes").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -190,12 +205,14 @@ def measure(
     repeat: int,
     layers: int | None,
     between: float | None = None,
+    by_tables: bool = False,
 ) -> dict[str, Any]:
     """Measure one row."""
     arguments = ["--only", name, "--repeat", str(repeat)]
     arguments += ["--cap", str(cap_mb)] if cap_mb else []
     arguments += ["--layers", str(layers)] if layers else []
     arguments += ["--between", str(between)] if between else []
+    arguments += ["--measured"] if by_tables else []
     found = {way: run_child("benchmarks.schedule", way, arguments) for way in WAYS}
     row = {"graph": name, **found["ours"]}
     for key in ("step_ms", "peak_gib", "longest_run", "pass_s"):
@@ -251,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="GB/S",
         help="of each rank between nodes of 8 H100s (default: 42)",
     )
+    parser.add_argument("--measured", action="store_true", help="score by tables of collectives")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     names = chosen(parser, args.only, bool(args.child))
@@ -259,12 +277,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.between is not None and not 0 < args.between < math.inf:
         parser.error("--between takes a positive number")
     if args.child:
-        child(args.child, names[0], args.cap, args.repeat, args.layers, args.between)
+        layers, between = args.layers, args.between
+        child(args.child, names[0], args.cap, args.repeat, layers, between, args.measured)
         return 0
     rows = []
     for name in names:
         print(name, file=sys.stderr, flush=True)
-        rows.append(measure(name, args.cap, args.repeat, args.layers, args.between))
+        between, by_tables = args.between, args.measured
+        rows.append(measure(name, args.cap, args.repeat, args.layers, between, by_tables))
         write_json(args.json, rows)
     print(table(rows))
     return 0
