@@ -5,6 +5,7 @@
     python -m benchmarks.memory --to 8 --between 12.5        gathered again inside nodes, too
     python -m benchmarks.memory --bounds 16                  whether more memory is ever slower
     python -m benchmarks.memory --host-gib 200               host memory as the third choice
+    python -m benchmarks.memory --depths 4 64 --between 3    the same gain at any depth?
 
 For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every block computed again,
 every second one, all but matrix products and attention, nothing; and what torch's own partitioner
@@ -18,6 +19,8 @@ and is compared with the choice without, under bounds in parts of the peak with 
 least peak to that with all saved, and under the peaks of fixed choices: all computed again, all
 parked, all but the last block's parked. It fails if one with host memory is longer than any other,
 exceeds a bound that the one without keeps, or parks more than it may.
+``--depths`` chooses at each number of layers under the bound halfway between the peaks with
+everything made again and everything kept; the gain is the part of the step that the choice saves.
 Steps are those of forward and backward, scheduled with one bucket per unit, on the default
 machine's H100s; planning is CPU time over that of ``BucketAndSchedule``.
 """
@@ -173,6 +176,30 @@ def under_bounds(name: str, layers: int | None, number: int) -> dict[str, Any]:
     }
 
 
+def by_depth(name: str, layers: int, machine: Machine) -> dict[str, Any]:
+    """Choose halfway between everything made again and everything kept."""
+    sharded = Sharded(name, layers)
+    clock = time.process_time()
+    planner = sharded.planner(machine, activations=True)
+    low, high = planner.reference_bytes, by_hand(planner, planner.candidates).peak_bytes
+    bound = (low + high) // 2
+    nothing, before = planner.scheduled((), bound), planner.tried
+    chosen = planner.choose(bound)
+    return {
+        "model": name,
+        "layers": layers,
+        "bound_gib": bound / GIB,
+        "again_ms": nothing.step_ms,
+        "chosen_ms": chosen.step_ms,
+        "gain": 1 - chosen.step_ms / nothing.step_ms,
+        "kept": len(chosen.kept),
+        "of": len(planner.candidates),
+        "scheduled": planner.tried - before,
+        "seconds": time.process_time() - clock,
+        "worse": bool(chosen.above),
+    }
+
+
 def with_host(name: str, layers: int | None, host_bytes: int) -> dict[str, Any]:
     """Choose with and without host memory."""
     sharded, machine = Sharded(name, layers), job_machine()
@@ -241,6 +268,28 @@ def table_with_host(found: Sequence[dict[str, Any]]) -> str:
     return columns(lines)
 
 
+def table_by_depth(found: Sequence[dict[str, Any]]) -> str:
+    """Render one line per depth."""
+    heads = [
+        "model",
+        "layers",
+        "bound, GiB",
+        "again, ms",
+        "chosen",
+        "gain",
+        "kept",
+        "scheduled",
+        "s",
+    ]
+    lines = [heads]
+    for row in (row for one in found for row in one["rows"]):
+        figures = (f"{row[key]:.2f}" for key in ("bound_gib", "again_ms", "chosen_ms"))
+        kept = f"{row['kept']} of {row['of']}"
+        last = f"{row['gain']:.3f}", kept, str(row["scheduled"]), f"{row['seconds']:.1f}"
+        lines.append([row["model"], str(row["layers"]), *figures, *last])
+    return columns(lines)
+
+
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Render one line per bound."""
     lines = [
@@ -273,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_number(parser, "layers", 8, "of each model")
     add_number(parser, "to", 0, "ranks among which backward may gather; 0: none")
     parser.add_argument("--between", type=float, help="GB/s of a rank between nodes of 8")
+    parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="numbers of layers")
     parser.add_argument("--bounds", type=int, metavar="N", help="N single choices instead")
     add_number(parser, "host-gib", 0, "of host memory of a rank; 0: none")
     add_json(parser)
@@ -282,7 +332,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in available(matching(parser, MODELS, args.only)):
         print(name, file=sys.stderr, flush=True)
         machine = None if args.between is None else nodes(args.between)
-        if args.host_gib:
+        if args.depths:
+            rows = [by_depth(name, layers, machine or job_machine()) for layers in args.depths]
+            found.append({"rows": rows})
+        elif args.host_gib:
             found.append(with_host(name, args.layers, args.host_gib * GIB))
         elif args.bounds:
             found.append(one := under_bounds(name, args.layers, args.bounds))
@@ -290,7 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: at most {one['most_longer']:.4f} of one under less: {steps}")
         else:
             found.append(measure(name, args.layers, args.to or None, machine))
-    if args.host_gib:
+    if args.depths:
+        print(table_by_depth(found))
+    elif args.host_gib:
         print(table_with_host(found))
     elif not args.bounds:
         print(table(found))

@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 
-BLOCKS = Units.of([(f"layers.{number}",) for number in range(100)])
+BLOCKS = Units.of([(f"layers.{number}",) for number in range(300)])
 
 
 class _Joint:
@@ -64,8 +64,12 @@ class _Joint:
         return self.call(_c10d.wait_tensor.default, start)
 
 
-def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machine]:
+def random_joint(
+    seed: int, units: int, ranks: int = 2, period: int = 0
+) -> tuple[fx.Graph, Machine]:
     """Make a chain of layers of random widths, and a machine for it.
+
+    With ``period``: the first ``period`` layers are repeated.
 
     On the machine, communication takes between a quarter and four times as long as computation.
     Each layer is a unit: one or two sharded matrices, and up to three products with a matrix that
@@ -74,12 +78,17 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
     rng = random.Random(seed)
     j = _Joint(ranks)
     rows = 64 * rng.randint(1, 8)
-    widths = [64 * rng.randint(1, 8) for _ in range(units + 1)]
+    drawn = period or units
+    widths = [64 * rng.randint(1, 8) for _ in range(drawn + (not period))]
     names: list[list[str]] = []
     shards: dict[str, fx.Node] = {}
     square: dict[int, fx.Node] = {}
-    inner = [64 * rng.randint(1, 12) if rng.random() < 0.4 else 0 for _ in range(units)]
-    more = [rng.choice((0, 0, 1, 3)) for _ in range(units)]
+    inner = [64 * rng.randint(1, 12) if rng.random() < 0.4 else 0 for _ in range(drawn)]
+    more = [rng.choice((0, 0, 1, 3)) for _ in range(drawn)]
+    relu = [rng.random() < 0.5 for _ in range(drawn)]
+    again = -(-units // drawn)
+    widths = (widths * again + widths[:1])[: units + 1] if period else widths
+    inner, more, relu = inner * again, more * again, relu * again
     for k in range(units):
         sizes = [(widths[k], widths[k + 1])]
         if inner[k]:
@@ -102,7 +111,7 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
         for _ in range(more[k]):
             undo.append(("", x, square[k]))
             x = j.mm(x, square[k])
-        if rng.random() < 0.5:
+        if relu[k]:
             x = j.call(_aten.relu.default, x)
             undo.append(("relu", x, x))
     loss = x
@@ -142,14 +151,16 @@ def random_planner(
     to: int = 0,
     more: int = 4,
     link: float = 0.0,
+    period: int = 0,
 ) -> KeepPlanner:
     """Return the planner for a :func:`random_joint`, which with ``activations`` chooses these, too.
 
     With ``to``, the job has twice as many ranks, and backward may gather in a group of that size,
     whose network is ``more`` times as fast. 0: a job of two ranks. With ``link``, activations may be
     parked in host memory: forward's products take ``link`` times as long as copying their results.
+    ``period``: see :func:`random_joint`.
     """
-    graph, machine = random_joint(seed, units, 2 * max(1, to))
+    graph, machine = random_joint(seed, units, 2 * max(1, to), period)
     smaller = None
     if to:
         network, group = machine.inter, make_smaller_group(to)

@@ -507,6 +507,48 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
     assert bool(parts) == bool(to)
 
 
+def test_the_choice_does_not_depend_on_depth(two_ranks):
+    """As many choices are scheduled for many equal layers as for few, and they gain as much."""
+    gains = {}
+    for layers in (16, 160):
+        planner = random_planner(7, layers, activations=True, period=1)
+        assert sorted(map(len, planner._kinds)) == [layers, layers]  # gathers and products
+        low, high = planner.reference_bytes, planner._held.peak_bytes(planner.candidates)
+        for share in (0.25, 0.5):
+            limit = int(low + share * (high - low))
+            nothing, before = planner.scheduled((), limit), planner.tried
+            chosen = planner.choose(limit)
+            assert planner.tried - before >= 11
+            gains[layers, share] = 1 - chosen.step_ms / nothing.step_ms
+    for share in (0.25, 0.5):
+        assert gains[160, share] > 0.95 * gains[16, share] > 0.05
+
+
+def test_kinds_are_what_differs_between_layers(two_ranks):
+    """Every second layer has a kind of its own, whatever the names are."""
+    few, many = (random_planner(9, layers, activations=True, period=2) for layers in (8, 24))
+    assert len(few._kinds) == len(many._kinds) > 2
+    assert {len(kind) for kind in many._kinds} <= {11, 12}  # of products of the last layer: none
+
+
+def test_a_choice_above_the_bound_is_shrunk(two_ranks, monkeypatch):
+    """Where orders need more memory than the graph's own, less is kept, and not nothing."""
+    planner = random_planner(7, 160, activations=True, period=1)
+    low, high = planner.reference_bytes, planner._held.peak_bytes(planner.candidates)
+    scheduled = planner._scheduled
+
+    def larger(kept, limit, parked):
+        made = scheduled(kept, limit, parked)
+        held = planner._held.peak_bytes(kept) + (high - low) // 10 * bool(kept)
+        peak = max(made.peak_bytes, held)
+        return replace(made, peak_bytes=peak, above=max(0, peak - limit))
+
+    monkeypatch.setattr(planner, "_scheduled", larger)
+    chosen = planner.choose((low + high) // 2)
+    assert not chosen.above
+    assert len(chosen.kept) > 0.2 * len(planner.candidates)
+
+
 class Masked(torch.nn.Module):
     """Blocks that each make a mask from a shared one, a norm, a head and a loss."""
 

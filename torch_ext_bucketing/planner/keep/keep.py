@@ -5,27 +5,30 @@ the last use in forward to the first in backward. What it saves depends on the o
 gather that is hidden under computation saves nothing until enough others are kept; and kept bytes
 leave less room for prefetching. So choices are compared by schedules of both halves.
 
-The first choices are greedy. They rank
+A choice is a number of keepables of each kind. Those of equal blocks are one kind: equal operators,
+bytes and times. So the search is as long for 126 layers as for 8. It has three steps:
 
-- parameters by the time of their gathers per byte and time held (:mod:`.planner.keep.held`),
-- activations by the time to recompute them per byte: recomputation is never hidden, and at the
-  start of backward, where the peak is, all of them are live,
-- parts of parameters, gathered again in a smaller group, before whole ones: they save most of the
-  time for little memory,
+- Fill the bound from rankings that differ in the share of gathers before the first activation.
+  Gathers are ranked by time per byte and time held (:mod:`.planner.keep.held`), activations by
+  the time to recompute them per byte: recomputation is never hidden, and at the start of backward,
+  where the peak is, all of them are live. Parts, gathered again in a smaller group, come before
+  whole units: they save most of the time for little memory.
+- Fill a little less of the bound, and a little more, from the best of these rankings.
+- Change the number of one kind, by all, half or one, and make room or fill it for that.
 
-and fill the bound, a little less, and a little more. Then the search schedules neighbours of the
-best choices, as far as the size of the graph allows, and takes the fastest that keeps the bound.
-Ties and ranks don't depend on clocks or hash order, so all ranks choose alike.
+Backward's time in the order found for nothing kept ranks the choices, and whole schedules confirm
+the first ones. Ties and ranks don't depend on clocks or hash order, so all ranks choose alike.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ...fsdp.units import Units
 from ...graph.host_copies import pinned_bytes
@@ -44,13 +47,13 @@ from .partitioned import PartitionedModel
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
 
-# Budget of the search: most nodes to schedule over all choices, and the same for small graphs.
-_NODES = 12_000
-_SMALL_NODES = 30_000
-_SMALL = 500  # most nodes of a small graph
-_FEW = 2  # choices scheduled at least, and of a large graph at most
-_SCHEDULED = 120  # choices scheduled at most
-_MANY = 32  # with more keepables, don't try each in the remaining room, and don't exchange pairs
+# Choices scheduled for a bound: as many as have _NODES nodes together, from _FEW to _SCHEDULED. A
+# large graph takes the fewest, so planning time is linear in its nodes.
+_NODES = 15_000
+_FEW = 12
+_SCHEDULED = 120
+_SHARES = 4  # of gathers, in rankings
+_MANY = 32  # with more keepables, don't try each in the remaining room
 
 # If an order that misses the bound is faster than the best that keeps it by this factor, orders
 # under a lower bound are tried.
@@ -129,8 +132,14 @@ class KeepPlanner:
         others.sort(key=self._density, reverse=True)
         parts = [k for k in gathers if k in partitioned.parts]
         whole = [k for k in gathers if k not in partitioned.parts]
-        self._rankings = [*dict.fromkeys([(*others, *whole), (*whole, *others)])]
-        self._with_parts = [*dict.fromkeys([(*parts, *others, *whole), (*others, *parts, *whole)])]
+        self._ranked = (*parts, *others, *whole)
+        self._others = others
+        shared = (
+            (*first[: (cut := len(first) * n // _SHARES)], *others, *first[cut:])
+            for first in ([*parts, *whole], whole)
+            for n in range(_SHARES + 1)
+        )
+        self._rankings = [*dict.fromkeys(shared)]
         self._largest = max((keepables[k].nbytes for k in self.candidates), default=0)
         # Nodes that pad and cut shards are not counted: ranks may differ in them.
         self._size = sum(
@@ -138,6 +147,8 @@ class KeepPlanner:
             for half in (partitioned.forward, partitioned.backward)
         )
         self._distinct = partitioned.distinct
+        self._kinds = self._find_kinds()
+        self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
         self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._order: Sequence[int] = ()  # of backward with nothing kept
@@ -148,11 +159,11 @@ class KeepPlanner:
 
     def choose(self, limit: int) -> Outcome:
         """Return the fastest choice within ``limit`` bytes, or the one with the smallest peak."""
+        return self._choice(limit, self._most())
+
+    def _choice(self, limit: int, most: int) -> Outcome:
         with paused_gc():
-            best = self._choose(limit, self._rankings)
-            if self.partitioned.parts:  # a further choice never makes the step longer
-                best = min(best, self._choose(limit, self._with_parts))
-            return self._with_parked(best, limit)
+            return self._with_parked(self._choose(limit, most), limit, most)
 
     def scheduled(self, kept: Collection[int], limit: int, parked: Collection[int] = ()) -> Outcome:
         """Schedule both halves with a choice under a bound in bytes, once.
@@ -212,30 +223,66 @@ class KeepPlanner:
 
     def _most(self) -> int:
         """Return how many choices to schedule."""
-        nodes = _SMALL_NODES if self._size <= _SMALL else _NODES
-        return max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
+        return max(_FEW, min(_SCHEDULED, _NODES // max(1, self._size)))
 
-    def _choose(self, limit: int, rankings: Sequence[Sequence[int]]) -> Outcome:
-        left = most = self._most()
-        # Fill the bound; leave room for one more gather; and fill more than the bound, since
-        # another order may need less memory than the graph's.
-        rooms = [limit, limit - self._largest, limit + self._largest][:most]
-        rooms = rooms[:1] if most == _FEW and len(rankings) > 1 else rooms
+    def _find_kinds(self) -> list[list[int]]:
+        """Group the candidates by what they are, in graph order; names don't count."""
+        costs, graph = self.partitioned.costs, self.partitioned.forward.graph
+        side = graph.shard_side.nodes  # ranks may differ in these
+
+        def kind_of(k: int) -> tuple[Any, ...]:
+            one = self._keepables[k]
+            chain = (n for n in one.chains or one.starts if n not in side)
+            nodes = tuple((str(n.target), costs.result_bytes(n)) for n in chain)
+            return (
+                bool(one.starts),
+                one.whole >= 0,
+                one.nbytes,
+                round(self._held.again_ms[k], 9),
+                nodes,
+            )
+
+        found: dict[tuple[Any, ...], list[int]] = {}
+        for k in self.candidates:
+            found.setdefault(kind_of(k), []).append(k)
+        return list(found.values())
+
+    def _choose(self, limit: int, most: int) -> Outcome:
         least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
-        found = [self._fitting(room, ranked, least) for room in rooms for ranked in rankings]
-        if len(rankings) > 1:  # leave the rest for prefetching
-            found.insert(1, frozenset(k for k in found[0] if not self._keepables[k].starts))
-        firsts = dict.fromkeys(map(self._distinct, [(), *found]))
-        seen = {kept: self.scheduled(kept, limit) for kept in firsts}
-        left -= len(seen) - 1
-        if most == _FEW:
-            return min(seen.values())
+        seen = dict[_Set, Outcome]()
+
+        def schedule(kept: Iterable[_Set], most: int) -> None:
+            for one in itertools.islice((o for o in kept if o not in seen), max(0, most)):
+                seen[one] = self.scheduled(one, limit)
+
+        schedule([frozenset(), self._distinct(least)], most)
+        fitting = ((self._fitting(limit, ranked, least), ranked) for ranked in self._rankings)
+        by_choice = {self._distinct(kept): ranked for kept, ranked in fitting}
+        fills, activations = sorted(by_choice, key=self._estimate), frozenset(self._others)
+        # The best one without its gathers leaves the rest for prefetching.
+        schedule([*fills, *(one & activations for one in fills[:1])], most - len(seen) - 4)
+        # Fill less of the bound, for more gathers at a time or because the fastest order missed it;
+        # and fill more, since another order may need less memory than the graph's.
+        fast = min(seen.values(), key=lambda one: rank(0.0, one.step_ms, one.above))
+        ranked = by_choice.get(fast.kept, self._ranked)
+        less = max(self._largest, fast.above)
+        rooms = (limit - less, limit - 2 * less, *(() if fast.above else (limit + less,)))
+        others = [self._fitting(limit, ranked, least, len(ranked))]
+        others += [self._fitting(room, ranked, least) for room in rooms]
+        schedule(map(self._distinct, others), most - len(seen))
+
+        missed = any(one.above for one in seen.values() if one.kept)
+        most_bytes = limit if missed else limit + self._largest
 
         def near(here: Outcome) -> Iterator[tuple[_Set, _Set]]:
-            found = self._near(here.kept, limit + self._largest, rankings[0])
+            found = self._near(here.kept, most_bytes, ranked)
             return ((kept, frozenset()) for kept in found)
 
-        return self._descend(seen.values(), limit, left, near)
+        return self._descend(seen.values(), limit, most - len(seen), near)
+
+    def _estimate(self, kept: _Set) -> tuple[float, int]:
+        """Rank a choice without a schedule: backward in the order found for nothing kept."""
+        return round(self._backward_ms(kept), 9), -len(kept)
 
     def _descend(
         self,
@@ -247,7 +294,7 @@ class KeepPlanner:
         """Schedule neighbours of the best choices, ``left`` at most; return the best one."""
         seen = {(one.kept, one.parked): one for one in firsts}
         best, unexplored = min(seen.values()), dict(seen)
-        while unexplored:
+        while unexplored and left > 0:
             here = min(unexplored.values())
             for key in near(here):
                 if key in seen:
@@ -264,16 +311,16 @@ class KeepPlanner:
                 del unexplored[here.kept, here.parked]
         return best
 
-    def _with_parked(self, best: Outcome, limit: int) -> Outcome:
+    def _with_parked(self, best: Outcome, limit: int, most: int) -> Outcome:
         """Return a better choice with activations in host memory, if one is found."""
         if not self._host_bytes:
             return best
         firsts = [best]
         if best.above or not best.kept.issuperset(self.candidates):
             firsts += self._first_parked(best, limit)
-        if self._size > _SMALL:  # neighbours gain little there
+        if most < 2 * _FEW:  # neighbours gain little in a large graph
             return min(firsts)
-        return self._descend(firsts, limit, self._most(), self._near_parked)
+        return self._descend(firsts, limit, most, self._near_parked)
 
     def _first_parked(self, best: Outcome, limit: int) -> Iterator[Outcome]:
         """Yield the first choices with activations in host memory.
@@ -289,7 +336,6 @@ class KeepPlanner:
         ms = sum(ms for ms, group in zip(forward.ms, forward.group, strict=True) if group is None)
         needed = max(0, self._held.peak_bytes(self.candidates) - limit)
         first = min(most, needed, int(ms / 1e3 * costs.machine.host_bandwidth))
-        others = [k for k in self._rankings[0] if not self._keepables[k].starts]
 
         def parking(kept: _Set, nbytes: int) -> Outcome:
             parked, left, pinned = list[int](), nbytes, self._host_bytes
@@ -300,13 +346,11 @@ class KeepPlanner:
                     pinned -= pinned_bytes(size[s])
             return self.scheduled(kept, limit, parked)
 
-        # More tries than these found steps of the same length.
-        tries = 3 if self._size <= _NODES // _FEW else _FEW
         if best.above:
-            tries -= 1
             yield parking(best.kept, most)
-        for nbytes in (first, first // 2, first // 8)[:tries] if first else ():
-            yield parking(self._fitting(limit + nbytes, others, best.kept), nbytes)
+        # More tries than these found steps of the same length.
+        for nbytes in (first, first // 2, first // 8) if first else ():
+            yield parking(self._fitting(limit + nbytes, self._others, best.kept), nbytes)
 
     def _near_parked(self, here: Outcome) -> Iterator[tuple[_Set, _Set]]:
         """Yield choices that park, keep, or make again one more activation, or one less."""
@@ -338,30 +382,30 @@ class KeepPlanner:
         if not any(self._keepables[k].starts for k in kept):
             return self._held.peak_bytes(kept) <= room
         more = sum(self._keepables[k].nbytes for k in self._distinct(kept))
-        if self._at_start + more > room and len(self._rankings) == 1:
+        if self._at_start + more > room and not self._others:
             return False  # backward begins with as much
         return self.reference_bytes + more <= room or self._held.peak_bytes(kept) <= room
 
-    def _fitting(self, room: int, ranked: Sequence[int], kept: _Set = frozenset()) -> _Set:
+    def _fitting(
+        self, room: int, ranked: Sequence[int], kept: _Set = frozenset(), many: int = _MANY
+    ) -> _Set:
         """Add to ``kept`` what fits beside it, in the order of ``ranked``."""
         left = [k for k in ranked if k not in kept]
         while left and not self._fits(kept.union(left), room):
-            # Find how many of the first ones fit together. The next one does not fit, so with many
-            # keepables all that hold as much are skipped.
+            # Find how many of the first ones fit together. The next one does not fit, and so no
+            # other one of its kind; with many keepables all that hold as much are skipped.
             most = bisect.bisect(
                 range(1, len(left)), False, key=lambda n: not self._fits(kept.union(left[:n]), room)
             )
-            kept = kept.union(left[:most])
-            nbytes = self._keepables[left[most]].nbytes
-            many = len(left) > _MANY
-            left = left[most + 1 :]
-            if many:
-                left = [k for k in left if self._keepables[k].nbytes < nbytes]
+            kept, kind = kept.union(left[:most]), self._kind_of[left[most]]
+            nbytes = self._keepables[left[most]].nbytes if len(left) > many else 2**62
+            left = [k for k in left[most:] if self._kind_of[k] != kind]
+            left = [k for k in left if self._keepables[k].nbytes < nbytes]
         return kept.union(left)
 
     def _least(self) -> _Set:
         """Return activations that must be kept for a low peak: recomputing them holds more."""
-        others = [k for k in self._rankings[0] if not self._keepables[k].starts]
+        others = self._others
         each = 1 + len(others) // _MANY
         some = [frozenset(others[at : at + each]) for at in range(0, len(others), each)]
         kept, there, peak = frozenset[int](), self.reference_bytes, self.reference_bytes
@@ -376,16 +420,38 @@ class KeepPlanner:
         return kept
 
     def _near(self, kept: _Set, room: int, ranked: Sequence[int]) -> Iterator[_Set]:
-        """Yield the choices that fit with one keepable added, exchanged, or dropped."""
-        out = [k for k in ranked if k not in kept]
+        """Yield the choices with another number of one kind, and then with one keepable exchanged.
+
+        For more of a kind the last ones of ``ranked`` make room, and the first ones take the room
+        of fewer.
+        """
+        nbytes = [one.nbytes for one in self._keepables]
+        free = max(0, room - self._held.peak_bytes(kept))
         inside = [k for k in reversed(ranked) if k in kept]
-        near = [kept | {k} for k in out]
-        if len(ranked) <= _MANY:
-            near += [kept - {k} | {other} for k in inside for other in out]
-        near += [kept - {k} for k in inside]
-        whole = ((k, self._keepables[k].whole) for k in ranked if k in self.partitioned.parts)
-        near += [kept - {k} | {part} for part, k in whole if k in kept]
-        return (self._distinct(other) for other in near if self._fits(other, room))
+        out = [k for k in ranked if k not in kept]
+        near = dict[_Set, None]()
+        for i in range(len(self._kinds)):
+            for some in _parts_of([k for k in out if self._kind_of[k] == i]):
+                missing, gone = sum(nbytes[k] for k in some) - free, set[int]()
+                for k in inside:
+                    if missing > 0 and self._kind_of[k] != i:
+                        gone.add(k)
+                        missing -= nbytes[k]
+                near[self._distinct(kept.union(some).difference(gone))] = None
+            for some in _parts_of([k for k in inside if self._kind_of[k] == i]):
+                left, more = sum(nbytes[k] for k in some) + free, set[int]()
+                for k in out:
+                    if nbytes[k] <= left and self._kind_of[k] != i:
+                        more.add(k)
+                        left -= nbytes[k]
+                near[self._distinct(kept.difference(some).union(more))] = None
+                near[kept.difference(some)] = None
+        whole = ((self._keepables[k].whole, k) for k in out if k in self.partitioned.parts)
+        pairs = ((k, other) for k in inside for other in out)
+        one = (kept - {k} | {other} for k, other in (*whole, *pairs) if k in kept)
+        for other in (*sorted(near, key=self._estimate), *map(self._distinct, one)):
+            if self._fits(other, room):
+                yield other
 
     # --- the report ------------------------------------------------------------------------------
 
@@ -406,7 +472,7 @@ class KeepPlanner:
         kept = chosen.kept
         larger = limit + more
         with paused_gc():
-            next_kept = self._distinct(self._fitting(larger, self._with_parts[0], kept))
+            next_kept = self._distinct(self._fitting(larger, self._ranked, kept))
             next_ms = 0.0
             if next_kept != kept:
                 then = self.scheduled(next_kept, larger, chosen.parked)
@@ -414,7 +480,7 @@ class KeepPlanner:
             less_ms = None
             if kept and limit > more:
                 room = limit - more
-                tried = (self._fitting(room, self._with_parts[0]), frozenset[int]())
+                tried = (self._fitting(room, self._ranked), frozenset[int]())
                 found = [self.scheduled(less, room, chosen.parked) for less in tried]
                 fit = [outcome for outcome in found if not outcome.above]
                 less_ms = max(0.0, fit[0].step_ms - chosen.step_ms) if fit else None
@@ -451,7 +517,7 @@ class KeepPlanner:
         given = bounds or [int(part * self.reference_bytes) for part in CURVE]
         found: list[tuple[int, Outcome]] = []
         for bound in sorted(given):
-            outcome = self.choose(bound)
+            outcome = self._choice(bound, -(-self._most() // 2))
             if found:  # a choice within a smaller bound also keeps this one: more is never slower
                 last = found[-1][1]
                 above = max(0, last.peak_bytes - bound)
@@ -500,7 +566,7 @@ class KeepPlanner:
             )
         if chosen.kept or not self.candidates:
             return ""
-        peaks = {k: self._held.peak_bytes((k,)) for k in self.candidates}
+        peaks = {kind[-1]: self._held.peak_bytes(kind[-1:]) for kind in self._kinds}
         k = min(peaks, key=lambda k: (peaks[k], k))
         unit = self._keepables[k]
         if peaks[k] > limit:
@@ -509,6 +575,12 @@ class KeepPlanner:
                 f"{size_text(peaks[k])}, {size_text(peaks[k] - limit)} above {bound}"
             )
         return f"nothing is kept: no unit makes the step shorter under {bound}"
+
+
+def _parts_of(some: Sequence[int]) -> list[Sequence[int]]:
+    """Return all of a list, its first half, and its first one, without repetition."""
+    sizes = dict.fromkeys((len(some), -(-len(some) // 2), 1))
+    return [some[:n] for n in sizes if some]
 
 
 _BLOCK = re.compile(r"(.*?\.?\d+)\.")
