@@ -17,6 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .private import private_torch
 
+with private_torch():
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
 _WITH_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
 """torch's higher-order operators that run a random operator with a generator's state."""
 
@@ -92,3 +95,24 @@ def _stand_for(target: torch._ops.OpOverload) -> Callable[..., Any]:
 
     stand.__name__ = stand.__qualname__ = target._opname
     return stand
+
+
+class WithoutDraws(CustomPartitionerFn):
+    """The partitioner ``given``, or Inductor's, through :func:`without_draws`.
+
+    A class of this module and not of a function, since Inductor's cache keys pickle its config.
+    """
+
+    def __init__(self, given: CustomPartitionerFn | None) -> None:
+        self._given = given
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with private_torch():
+            from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        chosen = self._given or min_cut_rematerialization_partition
+        return without_draws(chosen)(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """Return the given partitioner's, or the name of Inductor's; None: graphs aren't cached."""
+        return "min_cut" if self._given is None else self._given.uuid()

@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from .caches import watched_caches
-from .draws import reads_dropout, without_draws
+from .draws import WithoutDraws, reads_dropout
 from .graph_pass import CustomGraphPass
 from .private import private_torch
 
@@ -91,7 +91,7 @@ def compile_inductor(
     }
     if not reads_dropout():
         given_fn = options.get("custom_partitioner_fn", config.custom_partitioner_fn)
-        patches["custom_partitioner_fn"] = _partitioner(given_fn)
+        patches["custom_partitioner_fn"] = WithoutDraws(given_fn)
     for entry in ("collective_bucketing", "pre_bucketing_fsdp_collectives"):
         if hasattr(config.aten_distributed_optimizations, entry):
             patches[f"aten_distributed_optimizations.{entry}"] = False
@@ -111,25 +111,6 @@ def compile_inductor(
     cached = {} if extend is None and check is None else {"enable_autograd_cache": False}
     with watched_caches(meshes), functorch_config.patch(cached):
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
-
-
-def _partitioner(given: Any) -> Any:
-    """Return the partitioner ``given``, or Inductor's, through :func:`.without_draws`."""
-    with private_torch():
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-        from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-    class Partitioner(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            chosen = given or min_cut_rematerialization_partition
-            return without_draws(chosen)(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> Any:
-            mine = without_draws.__module__
-            theirs = "" if given is None else given.uuid()
-            return None if theirs is None else f"{mine} {theirs}"
-
-    return Partitioner()
 
 
 def is_inductor_compiling() -> bool:
