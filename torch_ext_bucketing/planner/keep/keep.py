@@ -271,11 +271,16 @@ class KeepPlanner:
         others += [self._fitting(room, ranked, least) for room in rooms]
         schedule(map(self._distinct, others), most - len(seen))
 
-        missed = any(one.above for one in seen.values() if one.kept)
-        most_bytes = limit if missed else limit + self._largest
+        # An order may need less memory than the graph's, unless choices have missed the bound so.
+        kept_it = not min(seen.values()).above
+        missed = kept_it and any(one.above for one in seen.values() if one.kept)
+        most_bytes = limit + (0 if missed else self._largest)
+
+        # A ranking of whole gathers has no parts of them.
+        everything = dict.fromkeys((*ranked, *self._ranked))
 
         def near(here: Outcome) -> Iterator[tuple[_Set, _Set]]:
-            found = self._near(here.kept, most_bytes, ranked)
+            found = self._near(here.kept, most_bytes, [*everything])
             return ((kept, frozenset()) for kept in found)
 
         return self._descend(seen.values(), limit, most - len(seen), near)
