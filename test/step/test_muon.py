@@ -216,7 +216,7 @@ def planned(model: nn.Module, muon=torch.optim.Muon, **options):
 @pytest.mark.torch
 def test_one_exchange_travels_while_another_is_computed(model):
     # All owners have several of the 14 matrices; each exchange brings one to an owner.
-    slow = dataclasses.replace(H100, flops={**H100.flops, "bfloat16": 1e10})
+    slow = dataclasses.replace(H100, flops={**H100.flops, "bfloat16": 1e10}, host_ms={})
     report, nodes = planned(model, exchange_bytes=1, machine=slow)
     (owners,) = report.owners
     assert (owners.matrices, owners.ranks, owners.idle) == (14, 4, 0)
