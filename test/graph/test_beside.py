@@ -70,3 +70,5 @@ def test_one_block_over_a_quarter_of_the_bound_is_named(factor, warns):
     report = PeakMemory(gib=factor * block / 2**30).report(Case(model, line, 0), line)
     assert bool(report.warning) == warns
     assert not warns or "one block of 16.000 MiB, of mm_default" in report.warning
+    # A ratio names no card's memory.
+    assert not PeakMemory(ratio=1.0).report(Case(model, line, line.peak_bytes), line).warning

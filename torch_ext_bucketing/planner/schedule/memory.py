@@ -135,7 +135,9 @@ class PeakMemory(Policy):
         limit = self.limit_bytes(case.reference_bytes)
         figures = {"limit_bytes": limit}
         if timeline.peak_bytes <= limit:
-            return PolicyReport(repr(self), figures, warning=_large(*case.model.largest, limit))
+            # A ratio names no card's memory.
+            large = "" if self.gib is None else _large(*case.model.largest, limit)
+            return PolicyReport(repr(self), figures, warning=large)
         nodes = case.model.dependencies.nodes
         at = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
         where = nodes[timeline.order[at]].name if timeline.live else "the inputs"
