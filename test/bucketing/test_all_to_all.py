@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -249,10 +250,11 @@ SLOW = teb.Machine(
 def test_a_planned_bucket_has_the_time_and_the_memory_of_the_real_one(fake_world, cap_mb):
     gm, _ = graph_of(LARGE, fake_world)
     costs = Costs(SLOW)
+    launches = Costs(replace(SLOW, host_ms={"all_to_all": 1.0, "reduce_scatter": 2.0, "kernel": 4}))
     plan = ByCap(cap_mb).plan(gm.graph)
     planned = merged_model(model_of(gm, costs), plan.buckets, costs, rank_order=True)
     merge_buckets(gm.graph, plan)
-    rings = Timeline.of(model_of(gm, costs))
+    rings, launched = Timeline.of(model_of(gm, costs)), sum(model_of(gm, launches).host)
     reduce_by_all_to_all(gm.graph, torch.float32)
     real = model_of(gm, costs)
     ours, theirs = Timeline.of(planned), Timeline.of(real)
@@ -260,7 +262,10 @@ def test_a_planned_bucket_has_the_time_and_the_memory_of_the_real_one(fake_world
     assert ours.compute_ms == pytest.approx(theirs.compute_ms)
     assert ours.peak_bytes == theirs.peak_bytes > rings.peak_bytes
     assert ours.longest_run == theirs.longest_run
-    assert costs.with_rings(real.dependencies.nodes, real.ms) != real.ms
+    real = model_of(gm, launches)
+    ms, host = launches.with_rings(real.dependencies.nodes, real.ms, real.host)
+    assert ms != real.ms
+    assert sum(host) == launched != sum(real.host)
 
 
 def test_the_report_tells_what_the_bits_cost(fake_world):

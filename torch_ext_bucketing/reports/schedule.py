@@ -55,8 +55,8 @@ class ScheduleReport(Report):
         order: names of the movable nodes, in the new order.
         bounds_cost_ms: time that an order without any bound would save.
         rank_order_ms: time that sums in rank order add over rings; None: there are none.
-        optimizer_ms: what norm, clipping and updates add to the step; their kernels; and their
-            collectives. The rest is hidden. None: the graph has none.
+        optimizer_ms: what norm, clipping and updates add to the step, with their launches by the
+            host; their kernels; and their collectives. None: the graph has none.
         size_hints: values taken for sizes that depend on data.
         seconds: time of the search.
     """

@@ -254,18 +254,21 @@ class Costs:
             found.append((received, self.as_kind(step, first, sent + received)))
         return found
 
-    def with_rings(self, nodes: Sequence[fx.Node], ms: Sequence[float]) -> list[float]:
-        """Return ``ms`` of ``nodes`` as if sums in rank order were reductions again."""
-        found = list(ms)
+    def with_rings(
+        self, nodes: Sequence[fx.Node], ms: Sequence[float], host: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """Return the times of ``nodes`` as if sums in rank order were reductions again."""
+        found, launches = list(ms), list(host)
         for i, node in enumerate(nodes):
             kind = replaced_kind(node)
             if node.target is SUM or (kind is not None and node.args[0].target is SUM):  # type: ignore[union-attr]
-                found[i] = 0.0
+                found[i] = launches[i] = 0.0
             elif kind is not None and kind != kind_of(node):
                 sent = self.result_bytes(node.all_input_nodes[0])
                 result = sent if COLLECTIVES[kind].whole_output else sent // group_size(node)
                 found[i] = self.as_kind(kind, node, sent + result)
-        return found
+                launches[i] = self.machine.host_ms.get(kind, 0.0)
+        return found, launches
 
     def _factor(self, kind: str) -> float:
         return self.machine.factors.get(kind, 1.0)

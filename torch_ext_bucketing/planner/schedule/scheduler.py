@@ -573,7 +573,8 @@ def _rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | 
     nodes = model.dependencies.nodes
     if not any(n.target is SUM for n in nodes):
         return None
-    rings = replace(model, ms=costs.with_rings(nodes, model.ms))
+    ms, host = costs.with_rings(nodes, model.ms, model.host)
+    rings = replace(model, ms=ms, host=host)
     return Timeline.of(model, order).step_ms - Timeline.of(rings, order).step_ms
 
 
@@ -582,10 +583,10 @@ def _optimizer_ms(model: Model, order: Sequence[int]) -> tuple[float, float, flo
     mine = [i for i, node in enumerate(model.dependencies.nodes) if is_optimizer(node)]
     if not mine:
         return None
-    ms = list(model.ms)
+    ms, host = list(model.ms), list(model.host)
     for i in mine:
-        ms[i] = 0.0
-    without = Timeline.of(replace(model, ms=ms), order).step_ms
+        ms[i] = host[i] = 0.0
+    without = Timeline.of(replace(model, ms=ms, host=host), order).step_ms
     kernels = sum(model.ms[i] for i in mine if model.group[i] is None)
     collectives = sum(model.ms[i] for i in mine if model.group[i] is not None)
     return Timeline.of(model, order).step_ms - without, kernels, collectives
