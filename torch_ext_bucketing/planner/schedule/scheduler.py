@@ -57,6 +57,7 @@ _DEFAULT_RATIO = 1.02
 ``Overlap.depth`` may take more."""
 _GIVEN = "as given"
 """The name of the graph's own order."""
+_ALONE = "without the host"
 _PLAIN = "longest path first"
 """The name of the order that :mod:`.plain` makes."""
 _TIGHTER = 3
@@ -385,6 +386,12 @@ def schedule_within(
             best = best if found is None else min(best, found, key=_rank)
     else:  # no policy is for speed: the order changes only if it misses a bound
         best = min(tries, key=lambda t: t.misses)
+    if best.misses and any(model.host) and final and not quick:
+        # Where the host is slow nothing waits, and updates are not placed to fill a wait.
+        alone = replace(model, host=[0.0] * len(model))
+        order = schedule_model(alone, policies, reference, like=like).order
+        best = min(best, _Try(_ALONE, Timeline.of(model, order), misses), key=_rank)
+        tries.append(best)
     if best.free is not None and wanted and final and not quick:
         best = _with_slack(model, best, misses, reference)
         tries.append(best)
