@@ -78,6 +78,13 @@ def test_the_readme_says_how_large_each_commit_is():
         assert [row[column] for row in rows if row[column] != "-"] == sizes, folder
 
 
+@pytest.mark.xfail(strict=True, reason="202 lines: 149 of the three entries, 53 of the fixes")
+def test_the_newest_series_is_small():
+    """Count the lines of torch that it adds, without those moved line by line."""
+    newest = [patch for patch in patches_of(SERIES[-1]) if "-Move-" not in patch.name]
+    assert sum(changed_lines(patch)[0] for patch in newest) <= 150
+
+
 def test_the_entries_are_small():
     """Count the lines of torch that they add; fixes are submitted by themselves."""
     newest = [patch for patch in patches_of(SERIES[-1]) if "-Let-" in patch.name]
