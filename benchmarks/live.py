@@ -2,11 +2,20 @@
 
     python -m benchmarks.live                         on the CPU
     python -m benchmarks.live --device cuda           on fake CUDA: a torch with CUDA, and triton
+    python -m benchmarks.live --choices --layers 4    of what stays, under two bounds
 
 Graphs are those of :mod:`.kernels`, each in its own order, merged and scheduled, and under bounds
 on memory. The planned peak is that of the report; ``unfused`` is the peak of the same order if
 every operator made its result. The true one is counted: Inductor's code runs on tensors without
-data and without its kernels (``test/helpers/generated_memory.py``). Exit status: 0, or 1 if a
+data and without its kernels (``test/helpers/generated_memory.py``).
+
+With ``--choices``, ``ReshardAfterForward("auto", activations=True)`` chooses in the joint graph, a
+third and two thirds of the way from the peak with nothing kept to that with everything kept.
+torch's default partitioner cuts the graph, both halves are scheduled under the bound, with one
+bucket per unit. The row ``choice`` has the larger peak of both halves, with the shards and
+gradients that the half does not read, against the larger true one. The device is torch's own.
+
+Exit status: 0, or 1 if a
 planned peak is not within 0.97 to 1.03 of the true one.
 """
 
@@ -21,19 +30,29 @@ from unittest import mock
 
 import torch.fx as fx
 from generated_memory import generated_code, live_of
+from torch._functorch.partitioners import default_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.graph_pass import CustomGraphPass
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
 from torch_ext_bucketing.passes import backends
 from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pin_order import pin_order
+from torch_ext_bucketing.planner.cost.devices import job_machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
+from torch_ext_bucketing.reports.keep import KeepReport
 from torch_ext_bucketing.testing.demo.table import columns
 
+from . import graphs
 from .command import add_json, add_number, document_of, matching, parser_of, title, write_results
 from .graphs import Graph, load
-from .kernels import NAMES
+from .keep import UNITS, Sharded
+from .kernels import CONFIGS, NAMES
+from .memory import by_hand
+from .tracing import copy_graph
 
 GIB = 2**30
 WAYS: dict[str, Callable[[], list[GraphPass]]] = {
@@ -64,25 +83,69 @@ def measured(graph: Graph, passes: list[GraphPass]) -> dict[str, Any]:
     hints = graph.config.size_hints
     backend = backends.backend("inductor", passes, size_hints=hints)
     compilation = backend.pipeline.compilation(size_hints=hints, fuses=True)
+    return compiled(graph.gm, graph.mode, graph.phase == "backward", backend, compilation)
+
+
+def compiled(
+    gm: fx.GraphModule,
+    mode: FakeTensorMode,
+    is_backward: bool,
+    backend: backends.Backend,
+    compilation: Compilation,
+) -> dict[str, Any]:
+    """Compile a graph with the passes of ``backend``; return its row."""
     run = backends._InductorPass(backend, "forward_backward", compilation, ())
     unfused = []
 
     def pinned(g: fx.Graph) -> int:
-        unfused.append(peak_bytes(g, size_hints=hints))
+        unfused.append(peak_bytes(g, size_hints=compilation.size_hints))
         return pin_order(g)
 
-    placeholders = graph.gm.graph.find_nodes(op="placeholder")
-    donated = donated_by_autograd(graph.gm.graph)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    donated = donated_by_autograd(gm.graph)
     inputs = [node.meta["val"] for node in placeholders]
     kept = [not donated(node) for node in placeholders]
     options = {"post_grad_custom_post_pass": _Passes(run), "compile_threads": 1}
     with mock.patch.object(backends, "pin_order", pinned), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        code = generated_code(graph.gm, graph.mode, graph.phase == "backward", options)
-    (report,) = compilation.report.schedules
-    planned = report.peak_bytes[1] - compilation.baseline.external_live_bytes  # no graph's own
+        code = generated_code(gm, mode, is_backward, options)
+    more = compilation.baseline.external_live_bytes  # no graph's own
+    planned = compilation.report.schedules[-1].peak_bytes[1] - more
     true = live_of(code, inputs, kept).peak
-    return {"planned": planned, "unfused": unfused[0], "true": true}
+    return {"planned": planned, "unfused": unfused[0], "true": true, "more": more}
+
+
+def of_choices(name: str, layers: int) -> list[dict[str, Any]]:
+    """Return the rows of one model's choices."""
+    mode, rows = FakeTensorMode(shape_env=ShapeEnv()), []
+    with mock.patch.object(graphs, "FakeTensorMode", return_value=mode):  # of both halves
+        sharded = Sharded(name, layers)
+    hints, joint = sharded.size_hints, sharded.joint
+    (output,) = sharded.graphs["forward", False].graph.find_nodes(op="output")
+    read = {n.name for n in sharded.graphs["backward", False].graph.find_nodes(op="placeholder")}
+    outputs = sum(n.name not in read for n in output.args[0])
+    planner = sharded.planner(job_machine().for_backend(fuses=True), activations=True)
+    low, high = planner.reference_bytes, by_hand(planner, planner.candidates).peak_bytes
+    for part in (1, 2):
+        memory = teb.PeakMemory(gib=(low + (high - low) * part / 3) / GIB)
+        passes = [teb.BucketByUnit(UNITS), teb.Schedule([teb.Overlap(), memory])]
+        reshard = teb.ReshardAfterForward("auto", activations=True, memory=memory, units=UNITS)
+        backend = backends.backend("inductor", passes, size_hints=hints)
+        compilation = backend.pipeline.compilation(size_hints=hints, fuses=True)
+        gm = fx.GraphModule({}, copy_graph(joint))
+        reshard.run(gm, compilation)
+        (report,) = (r for r in compilation.report.rewrites if isinstance(r, KeepReport))
+        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        halves = default_partition(gm, inputs, num_fwd_outputs=outputs)
+        way = f"{part}/3, {len(report.kept)} of {len(report.units)} kept"
+        found = []
+        for phase, half in zip(("forward", "backward"), halves, strict=True):
+            row = compiled(half, mode, phase == "backward", backend, compilation)
+            found.append({"graph": f"{name}.{phase}", "way": way, **row})
+        both = {k: max(r[k] + r["more"] for r in found) for k in ("unfused", "true")}
+        choice = {"graph": name, "way": f"choice, {way}", "planned": report.peak_bytes[1], **both}
+        rows += [choice, *found]
+    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -101,12 +164,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser: argparse.ArgumentParser = parser_of("python -m benchmarks.live", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--choices", action="store_true", help="of what stays, instead")
     add_number(parser, "layers", 2, "of each model")
     add_json(parser)
     args = parser.parse_args(argv)
     document = document_of("python -m benchmarks.live", argv)
     document["rows"] = rows = []
-    for name in matching(parser, NAMES, args.only):
+    for name in matching(parser, CONFIGS[:3], args.only) if args.choices else ():
+        rows += of_choices(name, args.layers)
+    for name in () if args.choices else matching(parser, NAMES, args.only):
         for way, passes in WAYS.items():
             graph = load(name, args.layers, device=args.device, quiet=True)
             rows.append({"graph": name, "way": way, **measured(graph, passes())})
