@@ -90,7 +90,7 @@ def compiled(
     gm: fx.GraphModule,
     mode: FakeTensorMode,
     is_backward: bool,
-    backend: backends.Backend,
+    backend: backends.BucketingBackend,
     compilation: Compilation,
 ) -> dict[str, Any]:
     """Compile a graph with the passes of ``backend``; return its row."""
