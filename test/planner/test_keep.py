@@ -31,8 +31,8 @@ from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.held import HeldUnits
-from torch_ext_bucketing.planner.keep.keep import KeepPlanner, block_units
-from torch_ext_bucketing.planner.keep.keepables import unit_name
+from torch_ext_bucketing.planner.keep.keep import KeepPlanner
+from torch_ext_bucketing.planner.keep.keepables import block_units, unit_name
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.passes import step_memory
 from torch_ext_bucketing.planner.passes.resharding import (

@@ -22,7 +22,8 @@ from torch_ext_bucketing.passes.park import Parked, ParkReport, import_copies
 from torch_ext_bucketing.passes.park import finish as finish_copies
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
-from torch_ext_bucketing.planner.keep.keep import KeepPlanner, block_units
+from torch_ext_bucketing.planner.keep.keep import KeepPlanner
+from torch_ext_bucketing.planner.keep.keepables import block_units
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.passes.resharding import _choice, _mark
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule

@@ -24,13 +24,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ...fsdp.units import Units
 from ...graph.host_copies import pinned_bytes
 from ...graph.pause_gc import paused_gc
 from ...reports.keep import BlockBytes, KeepReport, KeptUnit
@@ -586,20 +584,3 @@ def _parts_of(some: Sequence[int]) -> list[Sequence[int]]:
     """Return all of a list, its first half, and its first one, without repetition."""
     sizes = dict.fromkeys((len(some), -(-len(some) // 2), 1))
     return [some[:n] for n in sizes if some]
-
-
-_BLOCK = re.compile(r"(.*?\.?\d+)\.")
-
-
-def block_units(fqns: Iterable[str]) -> Units:
-    """Guess units from names: a module up to its first number (``layers.3``), or any other module.
-
-    Args:
-        fqns: FQNs of all parameters, in order of use.
-    """
-
-    def name_of(fqn: str) -> str:
-        found = _BLOCK.match(fqn)
-        return found.group(1) if found else fqn.rpartition(".")[0] or fqn
-
-    return Units.of([(name,) for name in dict.fromkeys(map(name_of, fqns))])

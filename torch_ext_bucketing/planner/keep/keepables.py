@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -64,3 +65,20 @@ def keepable_units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) ->
         )
         for number, mine in sorted(starts.items())
     ]
+
+
+_BLOCK = re.compile(r"(.*?\.?\d+)\.")
+
+
+def block_units(fqns: Iterable[str]) -> Units:
+    """Guess units from names: a module up to its first number (``layers.3``), or any other module.
+
+    Args:
+        fqns: FQNs of all parameters, in order of use.
+    """
+
+    def name_of(fqn: str) -> str:
+        found = _BLOCK.match(fqn)
+        return found.group(1) if found else fqn.rpartition(".")[0] or fqn
+
+    return Units.of([(name,) for name in dict.fromkeys(map(name_of, fqns))])

@@ -33,7 +33,8 @@ from ...rewrites.reshard_to import (
 from ..cost.cost import Costs
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
-from ..keep.keep import KeepPlanner, block_units
+from ..keep.keep import KeepPlanner
+from ..keep.keepables import block_units
 from ..keep.partitioned import PartitionedModel
 from ..schedule.memory import PeakMemory
 from ..schedule.overlap import Overlap

@@ -25,13 +25,11 @@ from typing import Any, NamedTuple
 import torch.fx as fx
 
 from ...errors import BoundNotKeptWarning
-from ...fsdp.all_to_all import SUM
 from ...graph.analysis import GraphAnalysis
 from ...graph.beside import beside_text
 from ...graph.dependencies import Precedence
 from ...graph.pause_gc import paused_gc
 from ...graph.size_hints import GivenHints, SizeHints
-from ...graph.tags import is_optimizer
 from ...graph.unwrap import GraphLike, graph_of
 from ...reports.schedule import ScheduleReport
 from ...reports.text import sizes_text
@@ -42,7 +40,7 @@ from .model import Model, model_of
 from .options import Options
 from .plain import plain_schedule
 from .policy import Case, Policy, policies_of
-from .timeline import Timeline, step_ms
+from .timeline import Timeline, optimizer_ms, rank_order_ms, step_ms
 
 _FOR_MEMORY = tuple(
     (
@@ -151,7 +149,7 @@ def schedule(
                     reorder(model, again.order)
                     model = modelled(costs)
                     report = _in_its_order(model, policies, again.report, first)
-            price = _rank_order_ms(model, order, costs)
+            price = rank_order_ms(model, order, costs)
             notes = report.notes
             if price is not None and "all_to_all" in costs.by_torch:
                 notes += (_UPPER_GUESS,)
@@ -159,7 +157,7 @@ def schedule(
                 report,
                 machine=machine.describe(),
                 rank_order_ms=price,
-                optimizer_ms=_optimizer_ms(model, order),
+                optimizer_ms=optimizer_ms(model, order),
                 notes=(*notes, beside) if (beside := beside_text(graph)) else notes,
             )
         if isinstance(gm, fx.GraphModule):
@@ -573,30 +571,6 @@ def _price(policy: Policy, reached: Timeline, free: Timeline) -> str:
         f"order without it these buckets take {free.step_ms:.1f} ms, with a peak of {peaks[1]} "
         f"instead of {peaks[0]}"
     )
-
-
-def _rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | None:
-    """Compute :attr:`.ScheduleReport.rank_order_ms`."""
-    nodes = model.dependencies.nodes
-    if not any(n.target is SUM for n in nodes):
-        return None
-    ms, host = costs.with_rings(nodes, model.ms, model.host)
-    rings = replace(model, ms=ms, host=host)
-    return Timeline.of(model, order).step_ms - Timeline.of(rings, order).step_ms
-
-
-def _optimizer_ms(model: Model, order: Sequence[int]) -> tuple[float, float, float] | None:
-    """Compute :attr:`.ScheduleReport.optimizer_ms`."""
-    mine = [i for i, node in enumerate(model.dependencies.nodes) if is_optimizer(node)]
-    if not mine:
-        return None
-    ms, host = list(model.ms), list(model.host)
-    for i in mine:
-        ms[i] = host[i] = 0.0
-    without = Timeline.of(replace(model, ms=ms, host=host), order).step_ms
-    kernels = sum(model.ms[i] for i in mine if model.group[i] is None)
-    collectives = sum(model.ms[i] for i in mine if model.group[i] is not None)
-    return Timeline.of(model, order).step_ms - without, kernels, collectives
 
 
 def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) -> None:

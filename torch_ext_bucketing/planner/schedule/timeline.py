@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ...fsdp.all_to_all import SUM
+from ...graph.tags import is_optimizer
+from ..cost.cost import Costs
 from .model import Model
 from .streams import Streams
 
@@ -117,3 +120,27 @@ def compute_runs(model: Model, order: Sequence[int]) -> Iterator[tuple[int, int]
 def longest_compute_run(model: Model, order: Sequence[int]) -> int:
     """Return :attr:`Timeline.longest_run`."""
     return max((run for _, run in compute_runs(model, order)), default=0)
+
+
+def rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | None:
+    """Compute :attr:`.ScheduleReport.rank_order_ms`."""
+    nodes = model.dependencies.nodes
+    if not any(n.target is SUM for n in nodes):
+        return None
+    ms, host = costs.with_rings(nodes, model.ms, model.host)
+    rings = replace(model, ms=ms, host=host)
+    return Timeline.of(model, order).step_ms - Timeline.of(rings, order).step_ms
+
+
+def optimizer_ms(model: Model, order: Sequence[int]) -> tuple[float, float, float] | None:
+    """Compute :attr:`.ScheduleReport.optimizer_ms`."""
+    mine = [i for i, node in enumerate(model.dependencies.nodes) if is_optimizer(node)]
+    if not mine:
+        return None
+    ms, host = list(model.ms), list(model.host)
+    for i in mine:
+        ms[i] = host[i] = 0.0
+    without = Timeline.of(replace(model, ms=ms, host=host), order).step_ms
+    kernels = sum(model.ms[i] for i in mine if model.group[i] is None)
+    collectives = sum(model.ms[i] for i in mine if model.group[i] is not None)
+    return Timeline.of(model, order).step_ms - without, kernels, collectives
