@@ -1,4 +1,4 @@
-"""What ``fully_shard`` leaves on a module: its unit, and the methods that trainers call."""
+"""The unit that ``fully_shard`` leaves on a module, and the methods that trainers call."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .._torch.workspaces import cublas_workspace_bytes
 from .collectives import is_compute, tensors_in
 
 BLOCK_BYTES = 512
-"""What the allocator rounds each block up to."""
+"""Bytes; the allocator rounds each block up to a multiple of them."""
 
 
 def beside_bytes(graph: fx.Graph) -> int:
