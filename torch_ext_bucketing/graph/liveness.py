@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -133,7 +133,6 @@ def with_fused(
     dependencies: Precedence,
     of_node: Mapping[fx.Node, tuple[int, ...]],
     found: Fused,
-    donated: Collection[int] = (),
 ) -> Storages:
     """Return the storages of nodes that run as fused kernels.
 
@@ -147,7 +146,6 @@ def with_fused(
         dependencies: the nodes, by place.
         of_node: the storages of nodes' results.
         found: the kernels.
-        donated: storages that are live at the start and may be written to.
     """
     at_start = {s for touched in live.touches for s in touched}
     size, touches, row = list(live.size), list[tuple[int, ...]](), dict[fx.Node, int]()
@@ -176,7 +174,7 @@ def with_fused(
         for s in mine:
             touched_by.setdefault(s, []).append(i)
     instead: dict[int, int] = {}  # storage -> the one that holds its bytes
-    free = {s for s in there if s not in live.kept and (s not in at_start or s in donated)}
+    free = {s for s in there if s not in live.kept and s not in at_start}
     for node, buffers in found.reused.items():
         mine = tuple(s for s in of_node.get(node, ()) if s in free) if node in row else ()
         if len(mine) != 1 or not size[mine[0]]:
