@@ -22,10 +22,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
 from ..graph.analysis import GraphAnalysis
-from .pack import merged_cast
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+_prims = torch.ops.prims
 
 
 @dataclass(slots=True, eq=False)
@@ -200,3 +204,23 @@ def _bits(mask: int) -> list[int]:
         indices.append(low.bit_length() - 1)
         mask ^= low
     return indices
+
+
+def merged_cast(start: fx.Node) -> fx.Node | None:
+    """Find the cast before a gather that the copy into the buffer can do, or None.
+
+    ::
+
+    x -> cast -> all_gather                x -> BUCKET
+    """
+    cast = start.args[0]
+    if (
+        start.target is not _c10d.all_gather_into_tensor.default
+        or not isinstance(cast, fx.Node)
+        or cast.target not in (_prims.convert_element_type.default, _aten._to_copy.default)
+        or len(cast.users) != 1
+    ):
+        return None
+    source = cast.args[0]
+    assert isinstance(source, fx.Node)
+    return cast if source.meta["val"].device == cast.meta["val"].device else None

@@ -53,6 +53,7 @@ from .._torch.fake import fake_mode_of, fake_tensor
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
 from ..graph.calls import evaluate
 from ..graph.collectives import group_name, group_size, kind_of
+from .contraction import merged_cast
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -80,26 +81,6 @@ def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
 def are_mixed(members: Sequence[fx.Node]) -> bool:
     """Return whether members have several dtypes, so that they are packed as bytes."""
     return len(dict.fromkeys(member.meta["val"].dtype for member in members)) > 1
-
-
-def merged_cast(start: fx.Node) -> fx.Node | None:
-    """Find the cast before a gather that the copy into the buffer can do, or None.
-
-    ::
-
-    x -> cast -> all_gather                x -> BUCKET
-    """
-    cast = start.args[0]
-    if (
-        start.target is not _c10d.all_gather_into_tensor.default
-        or not isinstance(cast, fx.Node)
-        or cast.target not in (_prims.convert_element_type.default, _aten._to_copy.default)
-        or len(cast.users) != 1
-    ):
-        return None
-    source = cast.args[0]
-    assert isinstance(source, fx.Node)
-    return cast if source.meta["val"].device == cast.meta["val"].device else None
 
 
 def pack(
