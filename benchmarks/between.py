@@ -18,7 +18,7 @@ from typing import Any
 
 from collective_graphs import MAX_BETWEEN
 
-from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.commands.demo_results import columns
 
 from .bucketing import check_torch, counts, default_cap, run_child, run_torchs
 from .command import add_json, document_of, parser_of, title, write_results
@@ -34,7 +34,7 @@ def child(name: str, cap_mb: float, layers: int | None) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     from eager_parity.devices import nodes
-    from torch_ext_bucketing.graph.size_hints import SizeHints
+    from torch_ext_bucketing.graph.sizes import SizeHints
     from torch_ext_bucketing.planner.cost.cost import Costs
     from torch_ext_bucketing.planner.schedule.model import model_of
     from torch_ext_bucketing.planner.schedule.timeline import Timeline

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.commands.demo_results import columns
 
 from .command import add_json, add_number, parser_of, write_json
 from .graphs import Graph, chosen, load
@@ -83,7 +83,7 @@ def parameter_groups(graph: Graph) -> list[str]:
 
 def counts(graph: Graph) -> dict[str, int]:
     """Count all-gathers and reduce-scatters on the parameters' groups, per kind."""
-    from torch_ext_bucketing.graph.collectives import group_name, kind_of
+    from torch_ext_bucketing.graph.nodes import group_name, kind_of
 
     found = Counter(
         kind_of(n)
@@ -96,7 +96,7 @@ def counts(graph: Graph) -> dict[str, int]:
 
 def byte_lower_bound(graph: Graph, cap_mb: float) -> dict[str, int]:
     """Return the least number of collectives per kind that bytes allow (see the module)."""
-    from torch_ext_bucketing.graph.collectives import bucket_key, group_name, kind_of, wire_bytes
+    from torch_ext_bucketing.graph.nodes import bucket_key, group_name, kind_of, wire_bytes
 
     cap = int(cap_mb * 1024 * 1024)
     sizes: dict[tuple[str, Any], list[int]] = {}
@@ -138,7 +138,7 @@ def run_hooks(graph: Graph, cap_mb: float) -> dict[str, float]:
 
 def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
     from torch_ext_bucketing.bucketing.caps import ByCap
-    from torch_ext_bucketing.bucketing.merge import apply_plan
+    from torch_ext_bucketing.bucketing.pack import apply_plan
 
     keep = parameter_groups(graph)
     started = time.process_time()

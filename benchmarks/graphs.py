@@ -40,9 +40,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_ext_bucketing._source import source_digest
-from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.graph.nodes import kind_of
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward
 
 from .command import matching, parser_of, sayer
 from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
@@ -285,9 +285,9 @@ _TRACED_WITH = (
     "_torch.aot",
     "_torch.descriptors",
     "fqns",
-    "graph.collectives",
-    "fsdp.simple_fsdp",
-    "fsdp.tag_graph",
+    "graph.nodes",
+    "fsdp.shard",
+    "fsdp.tagging",
     "graph.tags",
 )
 """Modules of the package that decide what a traced graph looks like."""

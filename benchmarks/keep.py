@@ -28,8 +28,9 @@ import torch.fx as fx
 
 import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
+from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.graph.size_hints import SizeHints
+from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
@@ -37,7 +38,6 @@ from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
-from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, matching, parser_of, write_json
 from .graphs import CONFIGS, available, load

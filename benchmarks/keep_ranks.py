@@ -35,12 +35,11 @@ from torch.distributed.fsdp import fully_shard
 import torch_ext_bucketing as teb
 from benchmarks.command import add_json, add_number, parser_of, write_json
 from eager_parity.devices import start
+from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.reports.keep import KeepReport
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import ring_rank
-from torch_ext_bucketing.testing.training import digest
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer, digest
 
 Backend = Literal["aot_eager", "inductor"]
 WORLD = 4

@@ -35,16 +35,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch.graph_pass import CustomGraphPass
+from torch_ext_bucketing._torch.inductor import CustomGraphPass
+from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
 from torch_ext_bucketing.passes import backends
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pin_order import pin_order
-from torch_ext_bucketing.planner.cost.devices import job_machine
+from torch_ext_bucketing.planner.cost.machine import job_machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.reports.keep import KeepReport
-from torch_ext_bucketing.testing.demo.table import columns
 
 from . import graphs
 from .command import add_json, add_number, document_of, matching, parser_of, title, write_results

@@ -31,11 +31,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.planner.cost.machine import H100
-from torch_ext_bucketing.step.exchange import Block, Exchange, Matrix
 from torch_ext_bucketing.step.matrix import EXCHANGE_BYTES, LEAST_BYTES
-from torch_ext_bucketing.step.owners import choose_buckets, choose_owners, newton_schulz_flops
-from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.step.owners import (
+    Block,
+    Exchange,
+    Matrix,
+    choose_buckets,
+    choose_owners,
+    newton_schulz_flops,
+)
 
 from .command import add_json, document_of, parser_of, title, write_results
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import torch_ext_bucketing as teb
 from eager_parity.models import batch_of, build, units_of
 from eager_parity.ranks import in_graph_order, wrap_units
-from torch_ext_bucketing.reports.buckets import BucketReport
+from torch_ext_bucketing.reports.graph import BucketReport
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.commands.demo_results import columns
 
 from .bucketing import check_torch, parameter_groups, run_child
 from .command import add_json, add_number, parser_of, write_json
@@ -61,7 +61,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
     from torch._inductor.fx_passes import overlap_scheduling
 
     from eager_parity.devices import nodes
-    from torch_ext_bucketing.graph.size_hints import SizeHints
+    from torch_ext_bucketing.graph.sizes import SizeHints
     from torch_ext_bucketing.planner.cost.cost import Costs
 
     costs = Costs(nodes(between), SizeHints(graph.config.size_hints))
@@ -84,7 +84,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
 def what_ours_plans(graph: Graph, reference: int) -> tuple[list[Policy], Options]:
     """Return our policies, and the options that choose what is bucketed."""
     from torch_ext_bucketing.planner.schedule.memory import PeakMemory
-    from torch_ext_bucketing.planner.schedule.overlap import Overlap
+    from torch_ext_bucketing.planner.schedule.policy import Overlap
 
     keep = [*parameter_groups(graph)]
     keep += [name for name, group in graph.groups.items() if group.role == "replicate"]
@@ -104,7 +104,7 @@ def run_ours(
     """Run our bucketing, then our schedule."""
     from eager_parity.devices import nodes
     from torch_ext_bucketing.bucketing.caps import ByCap
-    from torch_ext_bucketing.bucketing.merge import apply_plan
+    from torch_ext_bucketing.bucketing.pack import apply_plan
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
     from torch_ext_bucketing.planner.schedule.scheduler import schedule
     from torch_ext_bucketing.planner.search.cap_search import BySearch
@@ -157,7 +157,7 @@ def child(
 ) -> None:
     """Measure one way on one graph and print the result as JSON."""
     from eager_parity.devices import nodes
-    from torch_ext_bucketing.graph.size_hints import SizeHints
+    from torch_ext_bucketing.graph.sizes import SizeHints
     from torch_ext_bucketing.planner.cost.cost import Costs
     from torch_ext_bucketing.planner.schedule.model import model_of
     from torch_ext_bucketing.planner.schedule.timeline import Timeline

@@ -33,18 +33,17 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.graph.collectives import collective_kind
+from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.graph.nodes import collective_kind
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.reports.step import StepReport
-from torch_ext_bucketing.testing.demo.table import columns
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.reports.compile import StepReport
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import ring_rank
-from torch_ext_bucketing.testing.training import digest
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer, digest
 
 from .command import add_json, add_number, document_of, parser_of, title, write_results
 from .graphs import load

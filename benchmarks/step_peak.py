@@ -38,12 +38,12 @@ from torch.distributed.fsdp import fully_shard
 import torch_ext_bucketing as teb
 from eager_parity.devices import start as start_group
 from torch_ext_bucketing._torch.aot import stage_of
+from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import is_wait, kind_of
+from torch_ext_bucketing.graph.nodes import is_wait, kind_of
 from torch_ext_bucketing.graph.tags import updates_of
-from torch_ext_bucketing.testing.demo.table import columns
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 from .command import add_json, add_number, document_of, parser_of, title, write_results
 from .keep_ranks import profiled

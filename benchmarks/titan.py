@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torch_ext_bucketing._torch.dynamo_inputs import input_fqns
+from torch_ext_bucketing._torch.dynamo import input_fqns
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
-from torch_ext_bucketing.graph.collectives import collective_group, set_group_name
+from torch_ext_bucketing.graph.nodes import collective_group, set_group_name
 
 from .parallel import World
 from .tracing import Phase, Say, partitioner

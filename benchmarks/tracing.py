@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.fsdp.tag_graph import FqnOf
+from torch_ext_bucketing.fsdp.tagging import FqnOf
 from torch_ext_bucketing.passes.compilation import Compilation
 
 Phase = Literal["forward", "backward"]

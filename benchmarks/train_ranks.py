@@ -26,8 +26,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
 from eager_parity.devices import start, synchronize
-from torch_ext_bucketing.graph.collectives import Kind
-from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
+from torch_ext_bucketing.commands.demo_results import Settings
+from torch_ext_bucketing.commands.demo_train import PARAM_DTYPE, REDUCE_DTYPES, make_model
+from torch_ext_bucketing.graph.nodes import GraphLike, Kind, graph_of
 from torch_ext_bucketing.passes.base import Stage
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
@@ -35,11 +36,8 @@ from torch_ext_bucketing.planner.cost.measure import measure
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.demo.settings import Settings
-from torch_ext_bucketing.testing.demo.train import PARAM_DTYPE, REDUCE_DTYPES, make_model
-from torch_ext_bucketing.testing.model import Transformer
 from torch_ext_bucketing.testing.ranks import Rank
-from torch_ext_bucketing.testing.training import digest
+from torch_ext_bucketing.testing.training import Transformer, digest
 from torch_ext_bucketing.testing.trial import wrap
 from torch_ext_bucketing.tuning.candidates import TorchBuckets, candidates
 

@@ -172,8 +172,8 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
         package = types.ModuleType("torch_ext_bucketing")
         package.__path__ = [str(Path(__file__).parents[1] / "torch_ext_bucketing")]
         sys.modules[package.__name__] = package
-    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-    from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+    from torch_ext_bucketing.fsdp.shard import data_parallel
+    from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
     torch.set_num_threads(1)
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
@@ -232,7 +232,7 @@ def step_of_pair(model: nn.Module, run: Callable[..., torch.Tensor]) -> list[tor
 
 def table(document: dict[str, Any]) -> str:
     """Render all starts of each way, and the cost of our warm start relative to plain torch."""
-    from torch_ext_bucketing.testing.demo.table import columns  # not where a plain way runs
+    from torch_ext_bucketing.commands.demo_results import columns
 
     lines = [title(document)]
     for world in dict.fromkeys(s["ranks"] for s in document["starts"]):

@@ -17,14 +17,14 @@ from benchmarks.parity_results import combine
 from eager_parity.rows import ROWS
 from torch_ext_bucketing._torch import inductor
 from torch_ext_bucketing.errors import DividedUnitWarning, NotBucketedWarning
-from torch_ext_bucketing.fsdp import simple_fsdp
+from torch_ext_bucketing.fsdp import shard as simple_fsdp
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
-from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.passes.combine_uses import CombineUses
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward
 from torch_ext_bucketing.recipes import recipe
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.long

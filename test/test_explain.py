@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.explain import explain
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.testing.target import TargetError
 

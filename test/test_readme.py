@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torch_ext_bucketing as teb
 from eager_parity.ranks import aten_kernels
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 from torch_ext_bucketing.tuning.candidates import candidates
 
 

@@ -9,9 +9,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import GuessedNamesWarning
-from torch_ext_bucketing.fsdp.manual import manual_plan
+from torch_ext_bucketing.fsdp.blocks import manual_plan
 from torch_ext_bucketing.fsdp.units import abbreviated
-from torch_ext_bucketing.planner.passes.step_memory import check_bound
+from torch_ext_bucketing.planner.step_memory import check_bound
 from torch_ext_bucketing.reports.keep import KeepReport
 
 MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}

@@ -68,7 +68,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_ext_bucketing import backend, data_parallel, recipe
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.training import train
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 

@@ -10,10 +10,10 @@ does. This module exports what most programs need. The rest is imported from its
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
 - ``rewrites``: the passes that ``MatchFSDP2`` stands for;
-- ``fsdp.simple_fsdp.ReduceOnce``: several backward calls, one reduction;
+- ``fsdp.shard.ReduceOnce``: several backward calls, one reduction;
 - ``planner.cost.machine.Level``, ``H100``: networks and machines for the cost model;
 - ``planner.schedule.scheduler.schedule``, ``planner.schedule.model.peak_bytes``,
-  ``bucketing.caps.ByCap``, ``agreement.before_run.agree``, ``graph.tags``: the passes' work, as
+  ``bucketing.caps.ByCap``, ``runtime.agreement.agree``, ``graph.tags``: the passes' work, as
   functions of one graph;
 - ``testing``: tests of a model on CPU ranks, bit for bit against eager FSDP2.
 """
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from . import testing as testing
     from .fsdp.blocks import transformer_block_plan as transformer_block_plan
     from .fsdp.order import FSDPParamOrder as FSDPParamOrder
-    from .fsdp.simple_fsdp import data_parallel as data_parallel
-    from .passes.all_to_all import FixedOrderReduce as FixedOrderReduce
+    from .fsdp.shard import data_parallel as data_parallel
     from .passes.backends import backend as backend
     from .passes.base import GraphPass as GraphPass
     from .passes.bucketing import BucketByCap as BucketByCap
     from .passes.bucketing import BucketByUnit as BucketByUnit
+    from .passes.bucketing import FixedOrderReduce as FixedOrderReduce
+    from .passes.match_fsdp2 import MatchFSDP2 as MatchFSDP2
+    from .passes.separate_groups import SeparateGroups as SeparateGroups
     from .planner.cost.machine import Machine as Machine
-    from .planner.passes.resharding import ReshardAfterForward as ReshardAfterForward
-    from .planner.passes.scheduling import BucketAndSchedule as BucketAndSchedule
-    from .planner.passes.scheduling import Schedule as Schedule
+    from .planner.resharding import ReshardAfterForward as ReshardAfterForward
     from .planner.schedule.memory import MaxComputeRun as MaxComputeRun
     from .planner.schedule.memory import PeakMemory as PeakMemory
-    from .planner.schedule.overlap import Overlap as Overlap
+    from .planner.schedule.policy import Overlap as Overlap
+    from .planner.scheduling import BucketAndSchedule as BucketAndSchedule
+    from .planner.scheduling import Schedule as Schedule
     from .recipes import recipe as recipe
-    from .rewrites.match_fsdp2 import MatchFSDP2 as MatchFSDP2
-    from .rewrites.separate_groups import SeparateGroups as SeparateGroups
     from .step.train_step import train_step as train_step
     from .tuning.tune import tune as tune
 
@@ -54,22 +54,22 @@ __version__: str
 
 _MODULES = ("errors", "fsdp", "hooks", "testing")
 _HOME = {
-    "BucketAndSchedule": "planner.passes.scheduling",
+    "BucketAndSchedule": "planner.scheduling",
     "BucketByCap": "passes.bucketing",
     "BucketByUnit": "passes.bucketing",
     "FSDPParamOrder": "fsdp.order",
-    "FixedOrderReduce": "passes.all_to_all",
+    "FixedOrderReduce": "passes.bucketing",
     "GraphPass": "passes.base",
     "Machine": "planner.cost.machine",
-    "MatchFSDP2": "rewrites.match_fsdp2",
+    "MatchFSDP2": "passes.match_fsdp2",
     "MaxComputeRun": "planner.schedule.memory",
-    "Overlap": "planner.schedule.overlap",
+    "Overlap": "planner.schedule.policy",
     "PeakMemory": "planner.schedule.memory",
-    "ReshardAfterForward": "planner.passes.resharding",
-    "Schedule": "planner.passes.scheduling",
-    "SeparateGroups": "rewrites.separate_groups",
+    "ReshardAfterForward": "planner.resharding",
+    "Schedule": "planner.scheduling",
+    "SeparateGroups": "passes.separate_groups",
     "backend": "passes.backends",
-    "data_parallel": "fsdp.simple_fsdp",
+    "data_parallel": "fsdp.shard",
     "recipe": "recipes",
     "train_step": "step.train_step",
     "transformer_block_plan": "fsdp.blocks",

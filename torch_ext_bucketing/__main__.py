@@ -12,9 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import explain, measure
+from .commands import demo, explain, measure
 from .testing import compare_cli as compare
-from .testing.demo import cli as demo
 from .testing.ranks import RankError
 from .testing.target import TargetError
 

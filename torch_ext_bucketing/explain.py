@@ -17,24 +17,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ._torch.aot import stage_of
 from .fqns import format_names
-from .fsdp.simple_fsdp import data_parallel
-from .graph.size_hints import GivenHints
-from .graph.unwrap import GraphLike, graph_of
+from .fsdp.shard import data_parallel
+from .graph.nodes import GraphLike, graph_of
+from .graph.sizes import GivenHints
 from .passes.backends import backend
 from .passes.base import GraphPass
 from .passes.compilation import Compilation
 from .passes.facts import Baseline
-from .planner.cost.devices import job_machine
-from .planner.cost.machine import Machine
-from .planner.passes.resharding import ReshardAfterForward
+from .planner.cost.machine import Machine, job_machine
+from .planner.resharding import ReshardAfterForward
 from .planner.schedule.memory import PeakMemory
 from .planner.schedule.model import model_of
+from .planner.schedule.plot import Drawn
 from .planner.schedule.timeline import Timeline
-from .planner.schedule.trace import Drawn
 from .recipes import Goal, recipe
 from .reports.compile import CompileReport
-from .testing.model import ModelConfig, Transformer
 from .testing.target import TargetError, build, call, load_target
+from .testing.training import ModelConfig, Transformer
 
 
 @dataclass

@@ -10,27 +10,24 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._torch.dynamo_inputs import names_are_relative_to
-from ._torch.fsdp2 import ParamGroup, is_wrapped
-from ._torch.sharded import is_distributed, placed
+from ._torch.dynamo import names_are_relative_to
+from ._torch.fsdp2 import ParamGroup, is_distributed, is_wrapped, placed
 from .errors import NotBucketedWarning
 from .fqns import format_names
 from .fsdp.blocks import transformer_block_plan
-from .fsdp.order import FSDPParamOrder
-from .fsdp.param_groups import follow, ignored_parameters, param_groups, units_of
-from .fsdp.simple_fsdp import ignored_extensions
+from .fsdp.order import FSDPParamOrder, follow, ignored_parameters, param_groups, units_of
+from .fsdp.shard import ignored_extensions
 from .fsdp.units import UnitSpec
-from .graph.collectives import KINDS, Kind
-from .passes.all_to_all import FixedOrderReduce
+from .graph.nodes import KINDS, Kind
 from .passes.base import GraphPass
-from .passes.bucketing import BucketByUnit
+from .passes.bucketing import BucketByUnit, FixedOrderReduce
+from .passes.match_fsdp2 import MatchFSDP2
 from .planner.cost.machine import Machine
-from .planner.passes.resharding import ReshardAfterForward
-from .planner.passes.scheduling import BucketAndSchedule, Schedule
-from .planner.passes.step_memory import check_bound, state_bytes
+from .planner.resharding import ReshardAfterForward
 from .planner.schedule.memory import PeakMemory
-from .planner.schedule.overlap import Overlap
-from .rewrites.match_fsdp2 import MatchFSDP2
+from .planner.schedule.policy import Overlap
+from .planner.scheduling import BucketAndSchedule, Schedule
+from .planner.step_memory import check_bound, state_bytes
 
 Goal = Literal["parity", "speed"]
 

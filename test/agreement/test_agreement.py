@@ -21,17 +21,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.agreement import exchange as agreement
-from torch_ext_bucketing.agreement.before_run import agree
-from torch_ext_bucketing.agreement.differences import Version, mismatch_text
-from torch_ext_bucketing.agreement.launches import (
+from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.runtime import agreement
+from torch_ext_bucketing.runtime.agreement import agree
+from torch_ext_bucketing.runtime.launches import (
     GraphLaunches,
     GroupLaunches,
     Launch,
     Member,
+    Version,
     launches_of,
+    mismatch_text,
 )
-from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import on_ranks
 

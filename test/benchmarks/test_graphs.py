@@ -26,13 +26,13 @@ from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from benchmarks.serialize import add_symbols, from_data, symbols_to_data, to_data
 from torch_ext_bucketing._torch.symbols import symbol_facts
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by
-from torch_ext_bucketing.graph.size_hints import SizeHints
+from torch_ext_bucketing.graph.nodes import is_assertion, kind_of, started_by
+from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
-from torch_ext_bucketing.planner.schedule.overlap import Overlap
+from torch_ext_bucketing.planner.schedule.policy import Overlap
+from torch_ext_bucketing.planner.scheduling import BucketAndSchedule
 
 pytestmark = pytest.mark.long
 

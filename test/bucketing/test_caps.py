@@ -37,13 +37,12 @@ from torch_ext_bucketing._torch.estimates import default_cap_mb
 from torch_ext_bucketing.bucketing import caps as caps_module
 from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner, fsdp_starts
 from torch_ext_bucketing.bucketing.contraction import Contraction
-from torch_ext_bucketing.bucketing.groups import chosen_groups
-from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
+from torch_ext_bucketing.bucketing.pack import apply_plan
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan, chosen_groups
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
+from torch_ext_bucketing.graph.dependencies import Writes
+from torch_ext_bucketing.graph.nodes import KINDS, bucket_key, group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.tags import Tag, set_tag
-from torch_ext_bucketing.graph.writes import Writes
 
 MIB = 2**20
 SEEDS = st.integers(0, 2**32 - 1)

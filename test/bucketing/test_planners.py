@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import ByCap
-from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan, checked_plan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.planner.schedule import scheduler
 from torch_ext_bucketing.planner.search.cap_search import BySearch
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 PAGE = Path(teb.__file__).with_name("ARCHITECTURE.md")
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -29,8 +29,7 @@ from unit_models import (
     wrapped,
 )
 
-from torch_ext_bucketing.fsdp.blocks import transformer_block_plan
-from torch_ext_bucketing.fsdp.manual import manual_plan
+from torch_ext_bucketing.fsdp.blocks import manual_plan, transformer_block_plan
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.units import UnitSpec
 

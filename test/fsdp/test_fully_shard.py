@@ -16,8 +16,8 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch import fsdp2
 from torch_ext_bucketing.errors import NotBucketedWarning
 from torch_ext_bucketing.fsdp import FSDPModule, fully_shard
-from torch_ext_bucketing.fsdp import simple_fsdp as simple
-from torch_ext_bucketing.fsdp.param_groups import param_groups
+from torch_ext_bucketing.fsdp import shard as simple
+from torch_ext_bucketing.fsdp.order import param_groups
 from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = pytest.mark.torch

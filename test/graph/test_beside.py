@@ -5,8 +5,8 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_ext_bucketing._torch.workspaces import cublas_workspace_bytes
-from torch_ext_bucketing.graph.beside import beside_bytes, beside_text
+from torch_ext_bucketing._torch.estimates import cublas_workspace_bytes
+from torch_ext_bucketing.graph.liveness import beside_bytes, beside_text
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of

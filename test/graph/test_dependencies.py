@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import is_view
 from torch_ext_bucketing.graph.dependencies import Dependencies, unused
+from torch_ext_bucketing.graph.nodes import is_view
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.planner.schedule.options import Options
+from torch_ext_bucketing.planner.schedule.policy import Options
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 
 _aten = torch.ops.aten

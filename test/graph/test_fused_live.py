@@ -8,7 +8,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_ext_bucketing._torch.graph_pass import CustomGraphPass
+from torch_ext_bucketing._torch.inductor import CustomGraphPass
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 
 aten = torch.ops.aten

@@ -22,15 +22,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import ByCap
-from torch_ext_bucketing.graph.collectives import is_collective
-from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
+from torch_ext_bucketing.graph.nodes import is_collective
+from torch_ext_bucketing.graph.sizes import DEFAULT, SizeHints
 from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.policy import Policy
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = pytest.mark.torch
@@ -251,10 +251,14 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
 
 
 def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
-    from torch_ext_bucketing.agreement.differences import Version, mismatch_text
-    from torch_ext_bucketing.agreement.launches import GraphLaunches, GroupLaunches
     from torch_ext_bucketing.passes.backends import Compilation, _InductorPass
     from torch_ext_bucketing.passes.pipeline import Pipeline
+    from torch_ext_bucketing.runtime.launches import (
+        GraphLaunches,
+        GroupLaunches,
+        Version,
+        mismatch_text,
+    )
 
     taken = teb.backend(passes=[teb.Schedule(teb.Overlap())])
     manager = taken.pipeline

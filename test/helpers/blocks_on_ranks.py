@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torch_ext_bucketing.fqns import canonical_fqn
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.shard import data_parallel
 
 Gradients = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss, and the local gradient of each parameter."""

@@ -222,9 +222,7 @@ def under_hash_seeds(script: str) -> list[Any]:
 
     Both import from ``PATHS``. One is a rank: its seed is that of the ranks' server, usually random.
     """
-    from torch_ext_bucketing.testing.ranks import (
-        run_ranks,
-    )  # imported here: neutrality_graphs runs without the package
+    from torch_ext_bucketing.testing.ranks import run_ranks
 
     env = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(PATHS)}
     run = subprocess.run(

@@ -7,11 +7,10 @@ import torch
 import torch.nn as nn
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
+from torch_ext_bucketing.graph.nodes import GraphLike, graph_of, kind_of
 from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 
 DIM = 32
 

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing.errors import BucketingWarning
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.reports.compile import CompileReport
 
 aten = torch.ops.aten

@@ -21,13 +21,12 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import ByCap, Eligible
 from torch_ext_bucketing.bucketing.plan import MergePlan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import KINDS, Kind, kind_of
+from torch_ext_bucketing.graph.nodes import KINDS, Kind, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
-from torch_ext_bucketing.planner.schedule.options import Options
-from torch_ext_bucketing.planner.schedule.policy import Policy, policies_of
+from torch_ext_bucketing.planner.schedule.policy import Options, Policy, policies_of
 from torch_ext_bucketing.planner.search.cap_search import BySearch
-from torch_ext_bucketing.reports.caps import CapsReport
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.reports.schedule import CapsReport
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 WORLD = 2
 DTYPES = (torch.float32, torch.bfloat16)

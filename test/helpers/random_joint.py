@@ -8,14 +8,14 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_ext_bucketing.fsdp.chains import parameter_chains
+from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.passes.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Level, Machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
-from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 
 GROUP = "0"
 _MODE = FakeTensorMode()

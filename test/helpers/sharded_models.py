@@ -14,11 +14,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from torch_ext_bucketing._torch.aot import stage_of
-from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
-from torch_ext_bucketing.graph.collectives import Kind, kind_of
+from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
+from torch_ext_bucketing.graph.nodes import Kind, kind_of
 from torch_ext_bucketing.graph.tags import Tag
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
-from torch_ext_bucketing.testing.training import train
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer, train
 
 
 class Block(nn.Module):
@@ -146,7 +145,7 @@ class Capture:
         from torch._dynamo.backends.debugging import boxed_nop
         from torch._functorch import partitioners
 
-        from torch_ext_bucketing._torch.dynamo_inputs import input_fqns
+        from torch_ext_bucketing._torch.dynamo import input_fqns
 
         fqns, _ = input_fqns(gm, example_inputs, self.model)
         partition = {

@@ -15,8 +15,8 @@ import torch.fx as fx
 
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
-from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
+from torch_ext_bucketing.graph.nodes import group_name, is_collective, tensors_in
+from torch_ext_bucketing.graph.sizes import GivenHints, SizeHints
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100, Machine
 from torch_ext_bucketing.planner.schedule.model import Model, model_of

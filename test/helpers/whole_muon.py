@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim._muon import muon
 
-from torch_ext_bucketing.step.stacked_muon import StackedMuon
+from torch_ext_bucketing.step.rules import StackedMuon
 
 
 class WholeMuon(StackedMuon):

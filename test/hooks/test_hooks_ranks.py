@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from eager_parity.ranks import aten_kernels
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
-from torch_ext_bucketing.testing.training import train
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer, train
 
 pytestmark = [pytest.mark.torch, pytest.mark.hooks]
 

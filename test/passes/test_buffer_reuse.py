@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.graph.collectives import KINDS
+from torch_ext_bucketing.fsdp.shard import data_parallel
+from torch_ext_bucketing.graph.nodes import KINDS
 from torch_ext_bucketing.planner.cost.machine import H100
 
 C10D = torch.ops._c10d_functional

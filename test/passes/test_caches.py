@@ -28,12 +28,12 @@ from torch_ext_bucketing._source import _sources
 from torch_ext_bucketing._torch.caches import watched_caches
 from torch_ext_bucketing.errors import NoUuidError
 from torch_ext_bucketing.passes import cache_key as _cache_key
+from torch_ext_bucketing.passes.add_by_unit import AddByUnit
+from torch_ext_bucketing.passes.combine_uses import CombineUses
+from torch_ext_bucketing.passes.merge_amax import MergeAmax
+from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.planner.cost.machine import Level
-from torch_ext_bucketing.planner.passes.estimate import Estimate
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
+from torch_ext_bucketing.planner.scheduling import Estimate
 from torch_ext_bucketing.tuning.candidates import TorchBuckets
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]

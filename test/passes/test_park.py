@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from two_pools import PoolError, TwoPools
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch.offloading import import_copies
+from torch_ext_bucketing._torch.aot import import_copies
 from torch_ext_bucketing.errors import PassOrderError
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.host_copies import (
+from torch_ext_bucketing.graph.nodes import (
     FROM_HOST,
     TO_HOST,
     host_stream,
@@ -25,7 +25,7 @@ from torch_ext_bucketing.graph.host_copies import (
 from torch_ext_bucketing.passes.park import Park, ParkReport
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.planner.schedule.options import Options
+from torch_ext_bucketing.planner.schedule.policy import Options
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.testing.ring import on_ranks
 

@@ -24,31 +24,31 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing._torch.inductor import compile_inductor
-from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import ByUnit
+from torch_ext_bucketing.bucketing.pack import apply_plan
+from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.errors import (
     NotBucketedWarning,
     PayloadOrderWarning,
     UncoveredParametersWarning,
 )
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import KINDS, kind_of
+from torch_ext_bucketing.graph.nodes import KINDS, kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketByUnit
+from torch_ext_bucketing.passes.combine_uses import combine_uses
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
-from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.planner.schedule.overlap import Overlap
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward
+from torch_ext_bucketing.planner.schedule.policy import Overlap
+from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.reports.base import LeftAlone
-from torch_ext_bucketing.reports.buckets import Unmerged
-from torch_ext_bucketing.rewrites.combine_uses import combine_uses
+from torch_ext_bucketing.reports.graph import Unmerged
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)

@@ -8,11 +8,11 @@ from sharded_models import TwoBlocks, eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
-from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
+from torch_ext_bucketing.passes.separate_groups import SeparateGroups
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import PassOrderError
+from torch_ext_bucketing.passes.add_by_unit import AddByUnit
 from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.facts import Order
+from torch_ext_bucketing.passes.merge_amax import MergeAmax
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
+from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 

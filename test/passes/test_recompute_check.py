@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.errors import BucketingWarning, RecomputeError
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.graph.unwrap import graph_of
+from torch_ext_bucketing.fsdp.shard import data_parallel
+from torch_ext_bucketing.graph.nodes import graph_of
 from torch_ext_bucketing.passes.recompute_check import digest_of
 from torch_ext_bucketing.testing.ring import on_ranks
 

@@ -13,13 +13,11 @@ import torch.distributed as dist
 import torch.fx as fx
 from random_graphs import DIM, Trainer, machine
 
-from torch_ext_bucketing.graph.collectives import started_by
+from torch_ext_bucketing.graph.nodes import started_by
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
-from torch_ext_bucketing.planner.schedule.options import Options
-from torch_ext_bucketing.planner.schedule.overlap import Overlap
-from torch_ext_bucketing.planner.schedule.policy import Policy
+from torch_ext_bucketing.planner.schedule.policy import Options, Overlap, Policy
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 

@@ -5,9 +5,9 @@ from random_graphs import forward_graph
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.planner.cost.machine import Machine
-from torch_ext_bucketing.planner.passes.estimate import Estimate
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.scheduling import Estimate
 from torch_ext_bucketing.reports.compile import CompileReport
 
 SLOW = Machine(collectives={(kind, 2): ((1, 9.0),) for kind in ("all_gather", "reduce_scatter")})

@@ -17,41 +17,36 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.aot import must_recompute
-from torch_ext_bucketing.bucketing.units import ByUnit
+from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
-from torch_ext_bucketing.fsdp.chains import parameter_chains
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.shard import data_parallel
+from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.nodes import graph_of, kind_of
 from torch_ext_bucketing.graph.tags import member_tags, tag_of
-from torch_ext_bucketing.graph.unwrap import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
+from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.passes.reshard_to import (
+    make_smaller_group,
+    read_first_gathers,
+    reshard_to,
+    what_fits,
+)
+from torch_ext_bucketing.planner import step_memory
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.held import HeldUnits
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.keepables import block_units, unit_name
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
-from torch_ext_bucketing.planner.passes import step_memory
-from torch_ext_bucketing.planner.passes.resharding import (
-    ReshardAfterForward,
-    _choice,
-    _mark,
-)
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward, _choice, _mark
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.reshard_to import (
-    make_smaller_group,
-    read_first_gathers,
-    reshard_to,
-    what_fits,
-)
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ring import on_ranks
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 GIB = 2**30
 UNITS = [["embedding"], ["layers.0"], ["layers.1"], ["head"]]
@@ -320,7 +315,7 @@ def test_an_estimate_that_fails_keeps_nothing(two_ranks, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("no times")
 
-    monkeypatch.setattr("torch_ext_bucketing.planner.passes.resharding.KeepPlanner", broken)
+    monkeypatch.setattr("torch_ext_bucketing.planner.resharding.KeepPlanner", broken)
     graph, _ = random_joint(1, 3)
     compilation = Compilation()
     with pytest.warns(BoundNotKeptWarning, match="nothing is kept.*ZeroDivisionError: no times"):
@@ -329,9 +324,7 @@ def test_an_estimate_that_fails_keeps_nothing(two_ranks, monkeypatch):
     assert any("no times" in text for text in compilation.report.warnings)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::torch_ext_bucketing.planner.passes.resharding.NothingKeptWarning"
-)
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.planner.resharding.NothingKeptWarning")
 @pytest.mark.parametrize("trained", [True, False], ids=["no work in backward", "inference"])
 def test_what_a_graph_break_leaves_may_have_nothing_to_choose(two_ranks, trained):
     reshard = auto(PeakMemory(gib=1))

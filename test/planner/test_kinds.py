@@ -8,16 +8,15 @@ import torch.distributed as dist
 from collective_graphs import C10D
 from random_graphs import Builder
 
-from torch_ext_bucketing.graph import collectives
-from torch_ext_bucketing.graph.collectives import COLLECTIVES, CollectiveType, is_collective
+from torch_ext_bucketing.graph import nodes as collectives
+from torch_ext_bucketing.graph.nodes import COLLECTIVES, CollectiveType, is_collective
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Level, Machine
 from torch_ext_bucketing.planner.cost.measure import measure
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.planner.schedule.plot import plot
+from torch_ext_bucketing.planner.schedule.plot import Drawn, _trace_events, plot
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.planner.schedule.trace import Drawn, _trace_events
-from torch_ext_bucketing.reports.text import change
+from torch_ext_bucketing.reports.base import change
 from torch_ext_bucketing.testing.ring import on_ranks
 
 BROADCAST = C10D.broadcast.default

@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from two_pools import TwoPools
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.bucketing.units import ByUnit
-from torch_ext_bucketing.fsdp.chains import parameter_chains
-from torch_ext_bucketing.graph.host_copies import FROM_HOST, TO_HOST
+from torch_ext_bucketing.bucketing.plan import ByUnit
+from torch_ext_bucketing.fsdp.tagging import parameter_chains
+from torch_ext_bucketing.graph.nodes import FROM_HOST, TO_HOST, graph_of
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.graph.unwrap import graph_of
 from torch_ext_bucketing.passes.park import Parked, ParkReport, import_copies
 from torch_ext_bucketing.passes.park import finish as finish_copies
 from torch_ext_bucketing.planner.cost.cost import Costs
@@ -25,14 +24,14 @@ from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.keepables import block_units
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
-from torch_ext_bucketing.planner.passes.resharding import _choice, _mark
+from torch_ext_bucketing.planner.resharding import _choice, _mark
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.planner.schedule.options import Options
+from torch_ext_bucketing.planner.schedule.policy import Options
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.keep import KeepReport
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ring import on_ranks
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 GIB = 2**30
 STREAMS = {"forward": TO_HOST, "backward": FROM_HOST}

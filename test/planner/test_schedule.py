@@ -42,26 +42,25 @@ from torch_features import has_simple_overlap
 
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner
-from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NotBucketedWarning
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import (
+from torch_ext_bucketing.graph.dependencies import Dependencies
+from torch_ext_bucketing.graph.liveness import donated_by_autograd
+from torch_ext_bucketing.graph.nodes import (
     COLLECTIVES,
     collective_kind,
     is_collective,
     is_compute,
     kind_of,
+    paused_gc,
     started_by,
 )
-from torch_ext_bucketing.graph.dependencies import Dependencies
-from torch_ext_bucketing.graph.liveness import donated_by_autograd
-from torch_ext_bucketing.graph.pause_gc import paused_gc
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.pin_order import pin_order
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.cost.machine import Level
-from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.planner.schedule.list_schedule import (
     ROUNDING,
     ListScheduler,
@@ -69,16 +68,15 @@ from torch_ext_bucketing.planner.schedule.list_schedule import (
 )
 from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory, forced_run
 from torch_ext_bucketing.planner.schedule.model import Model, model_of, peak_bytes
-from torch_ext_bucketing.planner.schedule.options import Options
-from torch_ext_bucketing.planner.schedule.overlap import Overlap
 from torch_ext_bucketing.planner.schedule.plain import plain_schedule
+from torch_ext_bucketing.planner.schedule.policy import Options, Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import _LeastPeak, schedule, schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline, longest_compute_run
+from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.planner.search import cap_search
 from torch_ext_bucketing.planner.search.cap_search import BySearch, _Search
-from torch_ext_bucketing.planner.search.merged_model import merged_model
-from torch_ext_bucketing.planner.search.moves import layout
-from torch_ext_bucketing.reports.text import sizes_text
+from torch_ext_bucketing.planner.search.merged_model import layout, merged_model
+from torch_ext_bucketing.reports.base import sizes_text
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("two_ranks")

@@ -7,14 +7,13 @@ import torch.distributed as dist
 import torch.fx as fx
 from random_graphs import Trainer
 
-from torch_ext_bucketing.graph.collectives import is_collective, is_compute, started_by
+from torch_ext_bucketing.graph.nodes import is_collective, is_compute, started_by
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.planner.schedule.list_schedule import ListScheduler
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.planner.schedule.options import Options
-from torch_ext_bucketing.planner.schedule.streams import Streams
-from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.schedule.policy import Options
+from torch_ext_bucketing.planner.schedule.timeline import Streams, Timeline
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 
 GROUPS = {"far": [0, 8], "further": [0, 9], "near": [0, 1], "nearer": [0, 2]}

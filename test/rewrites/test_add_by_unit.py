@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
 from torch_ext_bucketing.fsdp.unit_inputs import register_input_nodes
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.passes.add_by_unit import AddByUnit
 
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
+from torch_ext_bucketing.passes.combine_uses import CombineUses, combine_uses
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.reports.base import LeftAlone
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses, combine_uses
 
 pytestmark = pytest.mark.torch
 
@@ -194,7 +194,7 @@ def test_no_decision_reads_a_message(joint, monkeypatch):
     def silent(fqns, reason, **rest):
         return LeftAlone(fqns, "", **rest)
 
-    monkeypatch.setattr("torch_ext_bucketing.rewrites.combine_uses.LeftAlone", silent)
+    monkeypatch.setattr("torch_ext_bucketing.passes.combine_uses.LeftAlone", silent)
     assert results() == expected
 
 

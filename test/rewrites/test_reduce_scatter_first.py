@@ -16,7 +16,7 @@ from joint_graphs import Joint, collectives
 
 from torch_ext_bucketing._torch.process_groups import is_inside
 from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.rewrites.reduce_scatter_first import (
+from torch_ext_bucketing.passes.reduce_scatter_first import (
     ReduceScatterFirst,
     on_one_grid,
     reduce_scatter_first,

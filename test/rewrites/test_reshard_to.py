@@ -17,20 +17,16 @@ from torch.utils.checkpoint import checkpoint
 import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
 from torch_ext_bucketing.bucketing.caps import ByCap
-from torch_ext_bucketing.fsdp.chains import parameter_chains
+from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
+from torch_ext_bucketing.graph.nodes import group_name, group_size, kind_of
+from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.passes.reshard_to import SmallerGroup, read_first_gathers, reshard_to
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.schedule import model as schedule_model
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
-from torch_ext_bucketing.planner.schedule.options import Options
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.reshard_to import (
-    SmallerGroup,
-    read_first_gathers,
-    reshard_to,
-)
+from torch_ext_bucketing.planner.schedule.policy import Options
 from torch_ext_bucketing.testing.ring import on_ranks
 
 SLICE = torch.ops.aten.slice_copy.Tensor

@@ -20,16 +20,16 @@ from whole_muon import WholeMuon
 import torch_ext_bucketing as teb
 from eager_parity.steps import state_digest
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.collectives import collective_kind, is_wait
-from torch_ext_bucketing.graph.work import work_of
+from torch_ext_bucketing.graph.nodes import collective_kind, is_wait
+from torch_ext_bucketing.graph.sizes import work_of
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.reports.step import StepReport
+from torch_ext_bucketing.reports.compile import StepReport
 from torch_ext_bucketing.step import matrix
-from torch_ext_bucketing.step.matrix_operators import ADD, ORTHOGONALIZE, SEND
-from torch_ext_bucketing.step.stacked_muon import StackedMuon
+from torch_ext_bucketing.step.matrix import ADD, ORTHOGONALIZE, SEND
+from torch_ext_bucketing.step.rules import StackedMuon
 from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import digest
 

@@ -5,12 +5,16 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ext_bucketing.step.exchange import Block, Exchange, Matrix, Part, tiles
 from torch_ext_bucketing.step.owners import (
     BALANCED,
+    Block,
+    Exchange,
+    Matrix,
+    Part,
     choose_buckets,
     choose_owners,
     newton_schulz_flops,
+    tiles,
 )
 
 costs = st.lists(st.integers(1, 1000), min_size=1, max_size=60)

@@ -12,15 +12,15 @@ from step_pairs import Ugly, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch.sharded import largest_shard_numel
+from torch_ext_bucketing._torch.fsdp2 import largest_shard_numel
 from torch_ext_bucketing.errors import BoundNotKeptWarning
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.tags import updates_of
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.reports.step import StepReport
-from torch_ext_bucketing.step.matrix_operators import ORTHOGONALIZE
+from torch_ext_bucketing.reports.compile import StepReport
+from torch_ext_bucketing.step.matrix import ORTHOGONALIZE
 from torch_ext_bucketing.step.rules import BY_NAME, RULES, UPDATE, one_by_one
 
 NUMEL = 1 << 14

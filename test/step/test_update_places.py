@@ -10,7 +10,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.graph.collectives import is_wait, kind_of
+from torch_ext_bucketing.graph.nodes import is_wait, kind_of
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.step.rules import UPDATE
 

@@ -13,14 +13,18 @@ from demo_checks import check_demo
 
 from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.__main__ import main
+from torch_ext_bucketing.commands import demo as cli
+from torch_ext_bucketing.commands.demo_results import (
+    RankReport,
+    RunRecord,
+    Settings,
+    combine,
+    render,
+)
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.demo import cli
-from torch_ext_bucketing.testing.demo.results import RankReport, RunRecord, combine
-from torch_ext_bucketing.testing.demo.settings import Settings
-from torch_ext_bucketing.testing.demo.table import render
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.payloads import Member, Payload, layout_differences
 from torch_ext_bucketing.testing.ranks import Rank
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,7 +149,7 @@ def test_a_bad_option_costs_no_import_of_torch():
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "torch_ext_bucketing.testing.demo.cli" in imported
+    assert "torch_ext_bucketing.commands.demo" in imported
     assert "torch" not in imported
 
 

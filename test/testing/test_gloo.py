@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ext_bucketing.testing import gloo as _gloo
-from torch_ext_bucketing.testing.gloo import InFlight, make_gloo
+from torch_ext_bucketing.testing import ring as _gloo
+from torch_ext_bucketing.testing.ring import InFlight, make_gloo
 
 
 def held_by_cpp(x):

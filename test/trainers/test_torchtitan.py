@@ -50,12 +50,12 @@ from torch_ext_bucketing import hooks  # noqa: E402
 from torch_ext_bucketing.errors import EagerOptimizerWarning  # noqa: E402
 from torch_ext_bucketing.fsdp.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
-from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
+from torch_ext_bucketing.graph.nodes import KINDS, kind_of  # noqa: E402
 from torch_ext_bucketing.passes.backends import backend  # noqa: E402
 from torch_ext_bucketing.passes.bucketing import BucketByUnit  # noqa: E402
 from torch_ext_bucketing.passes.compilation import Compilation  # noqa: E402
 from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
-from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward  # noqa: E402
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402

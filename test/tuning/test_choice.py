@@ -5,9 +5,15 @@ import math
 
 import pytest
 
-from torch_ext_bucketing.reports.estimate import EstimateReport
+from torch_ext_bucketing.reports.schedule import EstimateReport
 from torch_ext_bucketing.reports.tuning import CandidateReport, TuneReport
-from torch_ext_bucketing.tuning.choice import Figures, best_of, combine, corrected_ms, fit_factors
+from torch_ext_bucketing.tuning.candidates import (
+    Figures,
+    best_of,
+    combine,
+    corrected_ms,
+    fit_factors,
+)
 
 INF = math.inf
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from .private import private_torch
+from .draws import private_torch
+from .fsdp2 import mesh_of
 from .process_groups import compiles_for_all_ranks
-from .sharded import mesh_of
 
 log = logging.getLogger("torch_ext_bucketing")
 

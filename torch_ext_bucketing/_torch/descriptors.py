@@ -7,7 +7,7 @@ from typing import Any
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from .private import private_torch
+from .draws import private_torch
 
 with private_torch():
     from torch._functorch._aot_autograd.descriptors import (

@@ -1,4 +1,6 @@
-"""Find operators that draw random numbers, for torch's partitioner, too.
+"""Report private torch APIs that this torch lacks.
+
+Find operators that draw random numbers, for torch's partitioner, too.
 
 CUDA's attention operators are tagged as random because they may drop values out. Since torch 2.14
 the partitioner reads ``dropout_p``, too. Until 2.13 it takes such a call for a draw, and recomputes
@@ -8,14 +10,28 @@ pass, and an output after the meshes among the outputs, where AOTAutograd expect
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .private import private_torch
+from ..errors import UnknownTorchError
+
+
+@contextlib.contextmanager
+def private_torch() -> Iterator[None]:
+    """Raise :class:`UnknownTorchError` if a private name of torch is missing in the block."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise UnknownTorchError(
+            f"torch {torch.__version__} lacks a name that torch_ext_bucketing uses: {error}. "
+            "Use a torch from 2.11 to 2.15, or a torch_ext_bucketing that supports this one"
+        ) from error
+
 
 with private_torch():
     from torch._inductor.custom_graph_pass import CustomPartitionerFn

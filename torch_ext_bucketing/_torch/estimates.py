@@ -1,13 +1,21 @@
-"""Read torch's estimates: milliseconds of a collective, byte caps, hints of symbolic sizes."""
+"""Read torch's estimates: milliseconds of a collective, byte caps, hints of symbolic sizes.
+
+Know what torch's CUDA allocator holds for cuBLAS.
+
+Run torch's own bucketing of FSDP's collectives.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from .private import private_torch
+from .draws import private_torch
 from .symbols import size_with, symbol_facts
 
 
@@ -57,3 +65,36 @@ def size_hint(size: Any, context: str) -> int:
         return hint
 
     return size_with(size, hinted)
+
+
+_KIB = 1024
+_HOPPER = 4096 * 8 * _KIB
+_OTHERS = (4096 * 2 + 16 * 8) * _KIB
+
+
+def cublas_workspace_bytes() -> int:
+    """Return the bytes of one of cuBLAS's workspaces on the current device.
+
+    ``CUBLAS_WORKSPACE_CONFIG`` has pairs of KiB and counts. Without it torch takes 32 MiB from
+    compute capability 9.0 on, else 8.1 MiB (``aten/src/ATen/cuda/CublasHandlePool.cpp``). Without a
+    device this is the size for 9.0.
+    """
+    given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if given:
+        return sum(int(size) * int(count) for size, count in given) * _KIB
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
+    return _OTHERS if old else _HOPPER
+
+
+def bucket_fsdp(gm: fx.GraphModule) -> None:
+    """Merge as Inductor does with ``bucket_all_gathers_fx`` and ``bucket_reduce_scatters_fx``."""
+    with private_torch():
+        from torch._inductor.fx_passes.fsdp import (
+            bucket_fsdp_all_gather,
+            bucket_fsdp_reduce_scatter,
+        )
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+    bucket_fsdp_reduce_scatter(gm)
+    bucket_fsdp_all_gather(gm)
+    stable_topological_sort(gm.graph)

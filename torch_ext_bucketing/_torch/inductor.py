@@ -1,4 +1,11 @@
-"""Configure and call Inductor."""
+"""Import the base class of Inductor's custom graph passes.
+
+Order a graph's nodes: a topological sort, and Inductor's control dependencies.
+
+Configure and call Inductor.
+
+Write artifacts for TORCH_TRACE, which tlparse shows with those of torch.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +17,56 @@ from typing import Any
 import torch.fx as fx
 
 from .caches import watched_caches
-from .draws import WithoutDraws, reads_dropout
-from .graph_pass import CustomGraphPass
-from .private import private_torch
+from .draws import WithoutDraws, private_torch, reads_dropout
+
+with private_torch():
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+
+
+with private_torch():
+    from torch.utils._ordered_set import OrderedSet
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Move nodes after their inputs, and keep the order where it is valid.
+
+    The order is that of Inductor's ``stable_topological_sort``, whose module takes longer to import
+    than a graph to plan.
+
+    Raises:
+        ValueError: the graph has a cycle.
+    """
+    placed: dict[fx.Node, None] = {}
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    left = [node for node in reversed(graph.nodes) if node.op != "output"]
+    size = len(left)
+    while left:
+        node = left.pop()
+        if any(need not in placed for need in node.all_input_nodes):
+            needs: list[fx.Node] = []
+            fx.map_arg((node.args, node.kwargs), needs.append)
+            last = next(need for need in reversed(needs) if need not in placed)
+            waiting.setdefault(last, []).append(node)
+            continue
+        before = next(reversed(placed), None)
+        if before is not None and before.next is not node:
+            before.append(node)
+        placed[node] = None
+        left += reversed(waiting.pop(node, []))
+    if len(placed) != size:
+        raise ValueError("the graph has a cycle")
+
+
+def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Make Inductor run each node after its nodes in ``before``, which precede it in the graph.
+
+    Wrapped nodes become submodules of the graph's ``GraphModule``.
+    """
+    with private_torch():
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    preserve_node_ordering(graph, {node: OrderedSet(first) for node, first in before.items()})
+
 
 try:
     from torch._inductor.custom_graph_pass import CustomPassBase
@@ -161,3 +215,23 @@ class _InTurn(CustomGraphPass):
     def uuid(self) -> Any:
         uuids = [p.uuid() if hasattr(p, "uuid") else None for p in self.passes]
         return None if None in uuids else repr(uuids)
+
+
+with private_torch():
+    from torch._logging import trace_structured
+
+
+def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
+    """Write an artifact. Without a trace, ``payload`` is not called."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
+
+
+def readable(graph: fx.Graph) -> str:
+    """Format a graph as code with dtypes, shapes, strides and devices, as Inductor does."""
+    code = graph.python_code("self", verbose=True, include_stride=True, include_device=True)
+    return code.src.lstrip("\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .private import private_torch
+from .draws import private_torch
 
 _MOST = 64  # ranks' parts in one kernel: a kernel for 512 ranks took a minute to compile
 

@@ -28,9 +28,8 @@ import torch.fx as fx
 
 from .._torch.aot import in_backward, mark_backward
 from ..fsdp.all_to_all import SUM, steps_of
-from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import argument
-from ..graph.records import Collective
+from ..graph.analysis import Collective, GraphAnalysis
+from ..graph.nodes import argument
 from ..graph.tags import mark_replaced
 from .pack import Writer
 

@@ -26,15 +26,13 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
-from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import FSDP_KINDS, KINDS, Kind, check_kinds, is_wait
-from ..graph.records import UNTAGGED, Collective
-from ..graph.snapshot import reading_only
+from ..graph.analysis import UNTAGGED, Collective, GraphAnalysis
+from ..graph.edits import reading_only
+from ..graph.nodes import FSDP_KINDS, KINDS, Kind, check_kinds, is_wait
 from ..reports.base import Cause, LeftAlone
-from ..reports.buckets import ClosedBy, Unmerged
+from ..reports.graph import ClosedBy, Unmerged
 from .contraction import Contraction
-from .groups import Groups, check_groups, chosen_groups
-from .plan import Bucket, MergePlan, left_alone
+from .plan import Bucket, Groups, MergePlan, check_groups, chosen_groups, left_alone
 
 Cap: TypeAlias = float | tuple[float, ...] | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None

@@ -1,25 +1,59 @@
-"""Merge plans, and the protocol for planners.
+"""Choose the process groups to bucket: all, by name, or the primary group.
+
+Merge plans, and the protocol for planners.
 
 Planners are :class:`.ByUnit` (one bucket per unit), :class:`.ByCap` (buckets up to a byte cap),
 :class:`.BySearch` (the byte caps of the fastest schedule), and users' own.
 :mod:`.bucketing.merge` applies plans.
+
+Plan buckets by unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch.fx as fx
 
-from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind
-from ..graph.records import Collective
-from ..graph.snapshot import reading_only
+from ..fsdp.units import Units
+from ..graph.analysis import UNTAGGED, Collective, GraphAnalysis
+from ..graph.edits import reading_only
+from ..graph.nodes import FSDP_KINDS, KINDS, Kind
 from ..reports.base import Cause, LeftAlone
-from ..reports.buckets import ClosedBy, NotMerged
+from ..reports.graph import ClosedBy, NotMerged
 from .contraction import Contraction
+
+Groups: TypeAlias = Collection[str] | Literal["primary"] | None
+"""Names of process groups, planned one after the other; ``"primary"``: the group with the most
+all-gathers, see :func:`chosen_groups`; None: all groups, planned together."""
+
+
+def check_groups(groups: Groups) -> tuple[str, ...] | Literal["primary"] | None:
+    """Return ``groups`` with names as a tuple; raise a TypeError for other values."""
+    if groups is None or groups == "primary":
+        return groups  # type: ignore[return-value]
+    if isinstance(groups, str) or not isinstance(groups, Collection):
+        raise TypeError(f"groups must be a list of names, 'primary' or None, got {groups!r}")
+    if not all(isinstance(name, str) for name in groups):
+        raise TypeError(f"groups must be names of process groups, got {groups!r}")
+    return tuple(dict.fromkeys(groups))
+
+
+def chosen_groups(groups: Groups, counts: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
+    """Return the chosen groups in the order of ``counts``.
+
+    The primary group has the most FSDP all-gathers; in a graph without gathers the most
+    reduce-scatters, and without these the most all-reduces. Of equals it is the first one.
+
+    Args:
+        groups: names that ``counts`` lacks are ignored, since other graphs may have these groups.
+        counts: number of FSDP collectives by group and kind, in graph order.
+    """
+    if groups == "primary":
+        return (max(counts, key=lambda g: [counts[g][k] for k in KINDS]),) if counts else ()
+    return tuple(g for g in counts if groups is None or g in groups)
 
 
 @dataclass(frozen=True)
@@ -153,3 +187,54 @@ def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
 def left_alone(c: Collective, reason: str, cause: Cause = Cause.OTHER) -> LeftAlone:
     """Record that a collective is not in any bucket."""
     return LeftAlone(c.fqns, reason, c.start.name, cause=cause)
+
+
+@dataclass(frozen=True)
+class ByUnit:
+    """Plan one bucket per unit and bucket key, or more where dependencies require it.
+
+    Args:
+        kinds: kinds of collectives to bucket.
+    """
+
+    units: Units
+    kinds: Collection[Kind] = FSDP_KINDS
+
+    def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
+        """Plan a graph.
+
+        Raises:
+            ValueError: the graph is not in topological order.
+        """
+        analysis = GraphAnalysis.of(graph)
+        uncovered: dict[str, None] = {}
+        left: list[LeftAlone] = []
+        groups: dict[tuple[int, Any, bool], list[Collective]] = {}
+        for c in analysis.collectives.values():
+            if c.kind not in self.kinds:
+                continue
+            unit, why, cause = unit_of(c.fqns, self.units)
+            if unit is None or c.why_not:
+                left.append(left_alone(c, why or c.why_not, cause))
+                uncovered.update(dict.fromkeys(f for f in c.fqns if self.units.unit_of(f) is None))
+                continue
+            # In a trace of a whole step, backward gathers a parameter again so that its memory is
+            # free in between: don't merge that gather with forward's.
+            again = c.kind == "all_gather" and c.in_backward
+            groups.setdefault((unit, c.key, again), []).append(c)
+        plan = merge_groups(analysis, ((unit, found) for (unit, *_), found in groups.items()))
+        left += plan.ineligible
+        return replace(plan, uncovered=tuple(uncovered), ineligible=tuple(left))
+
+
+def unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]:
+    """Return the unit that has all of these parameters, or None with the reason and its cause."""
+    if not fqns:
+        return None, UNTAGGED, Cause.UNTAGGED
+    found = {fqn: units.unit_of(fqn) for fqn in fqns}
+    missing = [fqn for fqn, unit in found.items() if unit is None]
+    if missing:
+        return None, f"no unit has {', '.join(missing)}", Cause.OTHER
+    if len(set(found.values())) > 1:
+        return None, f"its parameters {', '.join(fqns)} are in several units", Cause.OTHER
+    return found[fqns[0]], "", Cause.OTHER

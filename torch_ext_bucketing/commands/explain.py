@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..reports.text import aligned, sizes_text
+from ..reports.base import aligned, sizes_text
 from ..testing.target import TargetError, add_command, output_file
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..explain import explain
     from ..planner.cost.machine import Machine
-    from ..planner.schedule.trace import write_trace
+    from ..planner.schedule.plot import write_trace
     from ..reports.keep import KeepReport
 
     try:

@@ -17,7 +17,7 @@ _HOME = {
     "MixedPrecisionPolicy": "wrapping",
     "OffloadPolicy": "wrapping",
     "fully_shard": "wrapping",
-    "manual_plan": "manual",
+    "manual_plan": "blocks",
 }
 __all__ = sorted(_HOME)
 __getattr__ = lazy_exports(__name__, _HOME)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch.fsdp2 import DefaultAllocMixin, ReduceScatter
-from ..graph.collectives import Kind
+from ..graph.nodes import Kind
 
 
 def check_accumulate(dtype: torch.dtype) -> torch.dtype:

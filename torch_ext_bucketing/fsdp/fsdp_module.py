@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._torch.fsdp2 import Sent, sent
 from .._torch.process_groups import ranks_of
-from .simple_fsdp import Layout
+from .shard import Layout
 
 UNITS: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 """All units by number."""
@@ -219,7 +219,7 @@ class _Handle:
 
 _REDUCE_ONCE = (
     "run the microbatches in `with ReduceOnce(model, backend): ...`, from "
-    "torch_ext_bucketing.fsdp.simple_fsdp"
+    "torch_ext_bucketing.fsdp.shard"
 )
 
 

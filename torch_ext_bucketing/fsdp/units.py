@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from .._torch.dynamo_inputs import names_are_relative_to
+from .._torch.dynamo import names_are_relative_to
 from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names, outermost
 
 

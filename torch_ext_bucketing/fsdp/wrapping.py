@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 
 from .._torch.fsdp2 import Casts, is_wrapped, policy_for
 from .fsdp_module import UNITS, FSDPModule, Unit, unit_of
-from .simple_fsdp import Layout, change_class, check_plain, distribute_parameters
+from .shard import Layout, change_class, check_plain, distribute_parameters
 from .unit_inputs import register_casts, run_first
 from .units import modules_of_call
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .collectives import is_view, tensors_in
+from .nodes import is_view, tensors_in
 
 _aten = torch.ops.aten
 _MORE_POINTWISE = frozenset(

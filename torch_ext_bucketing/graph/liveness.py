@@ -6,6 +6,12 @@ that the caller keeps: these stay. What a collective or a copy to or from host m
 writes is live until its wait. Host memory does not count.
 
 Where Inductor runs the graph, its kernels count instead of operators (:func:`with_fused`).
+
+Count what the allocator holds beside the values of a graph.
+
+torch's CUDA allocator keeps a workspace of cuBLAS for each handle and stream. Each thread has a
+handle of its own, and autograd runs backward in another thread than forward, so a training step
+holds two from its first backward on. NCCL allocates its buffers itself, with ``cudaMalloc``.
 """
 
 from __future__ import annotations
@@ -22,15 +28,21 @@ import torch
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from .collectives import is_collective, is_number, is_view, tensors_in
-from .dependencies import Dependencies, Precedence
+from .._torch.aot import stage_of
+from .._torch.estimates import cublas_workspace_bytes
+from .dependencies import Dependencies, Precedence, written_values
 from .fusion import Fused
-from .host_copies import is_on_host, launched_by
-from .size_hints import SizeHints
+from .nodes import (
+    is_collective,
+    is_compute,
+    is_number,
+    is_on_host,
+    is_view,
+    launched_by,
+    tensors_in,
+)
+from .sizes import ShardSide, SizeHints, shard_side, work_of
 from .tags import buffer_bytes
-from .uneven import ShardSide, shard_side
-from .work import work_of
-from .writes import written_values
 
 _NEVER = 2**62  # uses of a storage that is never freed
 
@@ -310,3 +322,32 @@ def _returned_input(node: fx.Node) -> fx.Node | None:
         return next(iter(written_values(node)), None)
     views = is_view(node) and node.op == "call_function"
     return next(iter(node.all_input_nodes), None) if views else None
+
+
+BLOCK_BYTES = 512
+"""Bytes; the allocator rounds each block up to a multiple of them."""
+
+
+def beside_bytes(graph: fx.Graph) -> int:
+    """Return the bytes of cuBLAS's workspaces; 0 without products on CUDA."""
+    return _workspaces(graph) * cublas_workspace_bytes()
+
+
+def beside_text(graph: fx.Graph) -> str:
+    """Say what is assumed to be in memory beside the graph; empty where nothing is on CUDA."""
+    number = _workspaces(graph)
+    if not number:
+        return ""
+    size = cublas_workspace_bytes() / 2**20
+    return (
+        f"bytes have {number} workspaces of cuBLAS of {size:.4g} MiB; they have neither NCCL's own "
+        f"buffers nor what is lost to blocks' rounding to {BLOCK_BYTES} bytes and between blocks"
+    )
+
+
+def _workspaces(graph: fx.Graph) -> int:
+    on_cuda = any(
+        is_compute(node) and any(t.is_cuda for t in tensors_in(node.meta.get("val")))
+        for node in graph.nodes
+    )
+    return 0 if not on_cuda else 1 if stage_of(graph) == "inference" else 2

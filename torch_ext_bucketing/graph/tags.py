@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .collectives import KINDS, Kind, group_name, is_collective, kind_of
+from .nodes import KINDS, Kind, group_name, is_collective, kind_of
 
 _TAG_KEY = "bucketing_tag"
 _MEMBERS_KEY = "bucketing_member_tags"

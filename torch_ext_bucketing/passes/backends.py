@@ -22,24 +22,27 @@ import torch.fx as fx
 from .._source import package_digest
 from .._torch import aot as _aot
 from .._torch import caches as _caches
-from .._torch import dynamo_inputs as _dynamo_inputs
-from .._torch.inductor import CustomGraphPass, compile_inductor, uses_cuda_graphs
-from .._torch.offloading import copies_in_partitioner
+from .._torch import dynamo as _dynamo
+from .._torch.aot import copies_in_partitioner
+from .._torch.inductor import (
+    CustomGraphPass,
+    compile_inductor,
+    sort_topologically,
+    uses_cuda_graphs,
+)
 from .._torch.process_groups import compiles_for_all_ranks, default_group
-from .._torch.sorting import sort_topologically
-from ..agreement import op as _agree_op
-from ..agreement.before_run import as_fresh_frame, before_first_run
-from ..agreement.launches import GraphLaunches, launches_of
 from ..errors import GuessedNamesWarning, NoUuidError
 from ..fqns import format_names
-from ..fsdp.simple_fsdp import attach
-from ..fsdp.tag_graph import gradients_of, named_inputs
-from ..graph.size_hints import GivenHints, check_size_hints
-from ..graph.unwrap import GraphLike, graph_of
+from ..fsdp.shard import attach
+from ..fsdp.tagging import gradients_of, named_inputs
+from ..graph.nodes import GraphLike, graph_of
+from ..graph.sizes import GivenHints, check_size_hints
 from ..reports.compile import CompileReport
+from ..runtime import agreement
+from ..runtime.agreement import as_fresh_frame, before_first_run
+from ..runtime.launches import GraphLaunches, launches_of
 from .base import GraphPass, Stage
-from .cache_key import describe, digest, log_no_uuid
-from .code import code_of_fields
+from .cache_key import code_of_fields, describe, digest, log_no_uuid
 from .compilation import Compilation, Extension
 from .facts import Order, last_fact
 from .park import Parked
@@ -132,11 +135,11 @@ class BucketingBackend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile the graph of a frame, for Dynamo."""
-        fqns, guessed = _dynamo_inputs.input_fqns(gm, example_inputs, self.model, self.passes)
+        fqns, guessed = _dynamo.input_fqns(gm, example_inputs, self.model, self.passes)
         compilation = self.pipeline.compilation(
             input_fqns=fqns,
-            activations=_dynamo_inputs.activation_inputs(gm),
-            frame=_dynamo_inputs.frame_number(),
+            activations=_dynamo.activation_inputs(gm),
+            frame=_dynamo.frame_number(),
             size_hints=self.size_hints,
             model=self.model,
             extension=self._extension(),
@@ -156,7 +159,7 @@ class BucketingBackend:
             )
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
-        is_fresh = agrees and _dynamo_inputs.is_first_compile()
+        is_fresh = agrees and _dynamo.is_first_compile()
 
         def extend(graph: fx.GraphModule) -> tuple[list[Any], _aot.Wrap]:
             return _extended(graph, compilation)
@@ -287,7 +290,7 @@ class _InductorPass(CustomGraphPass):
         launches = launches_after()
         _warn_of_group_names(launches)
         if self._agrees:
-            _agree_op.insert(graph, launches, self._timeout)
+            agreement.insert(graph, launches, self._timeout)
         if self._check:
             self._check.keep(graph, graph.owning_module)
         if last_fact(self._passes.ahead, Order) is not None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch.fx as fx
 
 from .._source import note_sources
-from .._torch.graph_pass import CustomGraphPass
+from .._torch.inductor import CustomGraphPass
 from ..errors import NoUuidError
-from ..graph.unwrap import GraphLike, graph_of
+from ..graph.nodes import GraphLike, graph_of
 from .facts import Baseline, Fact
 
 if TYPE_CHECKING:
@@ -146,6 +146,6 @@ class GraphPass(CustomGraphPass):
 
     def __repr__(self) -> str:
         """Return the code that makes the pass, without fields that have their defaults."""
-        from .code import code_of_fields
+        from .cache_key import code_of_fields
 
         return code_of_fields(self)

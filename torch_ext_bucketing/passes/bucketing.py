@@ -1,4 +1,7 @@
-"""The passes that merge collectives: one bucket per unit, or up to a byte cap."""
+"""The passes that merge collectives: one bucket per unit, or up to a byte cap.
+
+The pass that reduces gradients in rank order, by all-to-alls.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
+
+from .._torch.lowering import lower_sum
+from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..bucketing.caps import ByCap, CapMb, Eligible
-from ..bucketing.groups import Groups, check_groups
-from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
-from ..bucketing.units import ByUnit
+from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
+from ..bucketing.plan import ByUnit, Groups, check_groups
+from ..fsdp.all_to_all import SUM, check_accumulate
 from ..fsdp.units import Units
-from ..graph.collectives import FSDP_KINDS, Kind, check_kinds
-from ..graph.unwrap import GraphLike
+from ..graph.edits import unchanged_on_error
+from ..graph.nodes import FSDP_KINDS, GraphLike, Kind, check_kinds, graph_of
 from .base import GraphPass, Stage
 from .compilation import Compilation
 from .diagnostics import DividedUnits, RunWatch, watch_for_shards
@@ -129,3 +136,43 @@ class BucketByCap(GraphPass):
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Look for shards in the first run, and warn if there are none."""
         return watch_for_shards(compiled, compilation)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FixedOrderReduce(GraphPass):
+    """Replace reductions of gradients by an all-to-all and a local sum in rank order.
+
+    The bits of a gradient then depend on the ranks' values and the number of ranks only, and not on
+    byte caps, units, or the order of payload and graph. Eager FSDP2 has the same bits with
+    :class:`.AllToAllReduceScatter`. Ranks send the bytes of a ring reduction, in the same dtype,
+    and hold what they receive, as large as the packed gradients, until it is added.
+
+    Runs after the passes that bucket and before :class:`.Schedule`; ``BucketAndSchedule`` takes it
+    as ``reduce=``. Only sums and averages of floating-point gradients of parameters are replaced,
+    on groups of more than one rank. :mod:`.bucketing.all_to_all` shows the graphs.
+
+    Args:
+        accumulate: dtype of the sums, or of the gradients if that is wider.
+
+    Raises:
+        ValueError: ``accumulate`` is neither ``torch.float32`` nor ``torch.float64``.
+    """
+
+    stage: ClassVar[Stage] = "forward_backward"
+    requires = (Tags,)
+    conflicts_with = (Order,)
+    accumulate: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        check_accumulate(self.accumulate)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (RankOrder(self.accumulate),)
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        g = graph_of(graph)
+        lower_sum(SUM)
+        with unchanged_on_error(g):
+            reduce_by_all_to_all(g, self.accumulate)
+            g.lint()

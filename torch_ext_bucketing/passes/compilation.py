@@ -16,14 +16,12 @@ import torch.nn as nn
 
 from .._torch.aot import stage_of
 from ..errors import UncoveredParametersWarning
-from ..fsdp.tag_graph import FqnOf
+from ..fsdp.tagging import FqnOf
 from ..graph.analysis import GraphAnalysis
-from ..graph.beside import beside_bytes
-from ..graph.liveness import kept_inputs
-from ..graph.size_hints import GivenHints, SizeHints
-from ..graph.unwrap import GraphLike, graph_of
-from ..reports.compile import CompileReport
-from ..reports.rewrites import RewriteReport
+from ..graph.liveness import beside_bytes, kept_inputs
+from ..graph.nodes import GraphLike, graph_of
+from ..graph.sizes import GivenHints, SizeHints
+from ..reports.compile import CompileReport, RewriteReport
 from .facts import Baseline, Fact
 
 

@@ -32,17 +32,16 @@ import torch.fx as fx
 import torch.nn as nn
 
 from .._torch.aot import current_backward
-from .._torch.dynamo_inputs import model_of
+from .._torch.dynamo import model_of
+from .._torch.fsdp2 import is_distributed
 from .._torch.process_groups import default_group
-from .._torch.sharded import is_distributed
 from ..errors import DividedUnitWarning, NotBucketedWarning, PayloadOrderWarning
 from ..fqns import format_names, parameter_names
 from ..fsdp.units import Units
-from ..graph.collectives import Kind
+from ..graph.nodes import Kind
 from ..graph.tags import member_tags, replaced_kind, tag_of
 from ..reports.base import Cause, LeftAlone
-from ..reports.buckets import Unmerged
-from ..reports.graph import GraphReport
+from ..reports.graph import GraphReport, Unmerged
 
 if TYPE_CHECKING:
     from .compilation import Compilation

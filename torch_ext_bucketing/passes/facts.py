@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from ..bucketing.plan import BucketPlanner
     from ..fsdp.units import Units
-    from ..graph.collectives import Kind
+    from ..graph.nodes import Kind
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,22 @@ import torch
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from .._torch.dynamo_inputs import module_path
-from .._torch.offloading import import_copies, mark_parked
+from .._torch.aot import import_copies, mark_parked
+from .._torch.dynamo import module_path
 from ..fqns import canonical_fqn
-from ..fsdp.chains import parameter_chains
-from ..graph.collectives import is_view, nbytes_of
-from ..graph.host_copies import TO_HOST, host_stream, is_host_wait, pinned_bytes
-from ..graph.unwrap import GraphLike, graph_of
-from ..reports.base import LeftAlone
-from ..reports.rewrites import RewriteReport
-from ..reports.text import size_text
+from ..fsdp.tagging import parameter_chains
+from ..graph.nodes import (
+    TO_HOST,
+    GraphLike,
+    graph_of,
+    host_stream,
+    is_host_wait,
+    is_view,
+    nbytes_of,
+    pinned_bytes,
+)
+from ..reports.base import LeftAlone, size_text
+from ..reports.compile import RewriteReport
 from .base import GraphPass, Stage
 from .facts import Fact, Tags
 

@@ -19,9 +19,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from .._torch.sorting import run_after
-from ..graph.collectives import is_collective, is_compute, is_number, is_view
-from ..graph.host_copies import host_stream, launched_by
+from .._torch.inductor import run_after
+from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
 
 
 def pin_order(graph: fx.Graph) -> int:

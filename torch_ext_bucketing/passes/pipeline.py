@@ -15,9 +15,9 @@ import torch.fx as fx
 import torch.nn as nn
 
 from .._torch import aot as _aot
-from .._torch.trace import readable, trace_artifact
+from .._torch.inductor import readable, trace_artifact
 from ..errors import PassOrderError
-from ..graph.unwrap import GraphLike, graph_of
+from ..graph.nodes import GraphLike, graph_of
 from ..reports.compile import PassTime
 from .base import GraphPass, Stage
 from .cache_key import brief, digest

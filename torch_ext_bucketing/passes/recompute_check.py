@@ -21,9 +21,9 @@ import torch
 import torch.fx as fx
 
 from .._torch.aot import is_tangent, stage_of
-from .._torch.dynamo_inputs import module_path
+from .._torch.dynamo import module_path
 from ..errors import RecomputeError
-from ..graph.collectives import is_compute, is_view, tensors_in
+from ..graph.nodes import is_compute, is_view, tensors_in
 
 log = logging.getLogger("torch_ext_bucketing")
 

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._torch import dynamo_inputs as _dynamo_inputs
+from .._torch import dynamo as _dynamo
 from .._torch.inductor import check_passes_run_here
 from ..errors import PayloadOrderWarning
 from ..fqns import format_names, nearest_names
 from ..fsdp.order import FSDPParamOrder
-from ..fsdp.tag_graph import FqnOf, tag_joint_graph
-from ..graph.unwrap import GraphLike, graph_of
+from ..fsdp.tagging import FqnOf, tag_joint_graph
+from ..graph.nodes import GraphLike, graph_of
 from .base import GraphPass, Stage
 from .compilation import Compilation
 from .facts import Tags
@@ -44,11 +44,11 @@ class TagParameters(GraphPass):
     order: FSDPParamOrder | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        if _dynamo_inputs.is_compiling():
+        if _dynamo.is_compiling():
             check_passes_run_here()
         fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
-            fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
+            fqn_of = _dynamo.traced_input_fqns(graph_of(graph))
         tags = tag_joint_graph(graph, fqn_of)
         if self.order is not None:
             unknown: dict[str, None] = {}
@@ -70,4 +70,4 @@ class TagParameters(GraphPass):
         # Cache keys have no names of parameters, so graphs that differ in names only would share
         # an entry.
         names = [] if self.model is None else [n for n, _ in self.model.named_parameters()]
-        return (names, self.fqn_of, self.order, _dynamo_inputs.traced_fqns())
+        return (names, self.fqn_of, self.order, _dynamo.traced_fqns())

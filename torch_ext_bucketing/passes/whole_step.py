@@ -10,9 +10,9 @@ import torch.fx as fx
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from .._torch.sharded import name_per_tensor
+from .._torch.fsdp2 import name_per_tensor
 from ..fqns import canonical_fqn
-from ..fsdp.tag_graph import gradients_of, tag_joint_graph
+from ..fsdp.tagging import gradients_of, tag_joint_graph
 from .base import GraphPass
 from .compilation import Compilation, Extension
 from .facts import Regathers, last_fact

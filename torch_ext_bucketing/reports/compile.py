@@ -1,18 +1,157 @@
-"""The report of one compile."""
+"""Reports of the rewrites of the joint graph.
+
+The report of clipping and updates in a backward graph.
+
+The report of one stage of a pipeline.
+
+The report of one compile.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
 
-from .base import Report
-from .buckets import BucketReport
-from .estimate import EstimateReport
-from .graph import GraphReport, emit
+from .base import LeftAlone, Report, aligned, change, size_text, sizes_text
+from .graph import BucketReport, GraphReport, emit
 from .keep import KeepReport
-from .rewrites import RewriteReport
-from .schedule import ScheduleReport
-from .text import aligned, change
+from .schedule import EstimateReport, ScheduleReport
+
+
+class RewriteReport(Report):
+    """The report of one rewrite of the joint graph; subclasses are dataclasses."""
+
+    derived: ClassVar[tuple[str, ...]] = ("rewrite",)
+    rewrite: ClassVar[str]
+    heading: ClassVar[str]
+    left: tuple[LeftAlone, ...]
+    """Collectives that the rewrite did not touch."""
+
+    def to_text(self) -> str:
+        """Format a line for each change, and for each thing left alone."""
+        lines = self._lines()
+        lines += [f"left alone: {', '.join(x.fqns) or '-'}: {x.reason}" for x in self.left]
+        return "".join([f"{self.heading}:\n", *(f"  {x}\n" for x in lines)]) if lines else ""
+
+    @abstractmethod
+    def _lines(self) -> list[str]:
+        """Describe the changes, a line each."""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The matrices of one mesh. One rank computes each of them.
+
+    Args:
+        matrices: their number.
+        ranks: number of ranks of the mesh.
+        idle: ranks that own none.
+        balance: work of the busiest rank over the mean.
+        exchanges: number of buckets of matrices.
+    """
+
+    matrices: int
+    ranks: int
+    idle: int
+    balance: float
+    exchanges: int
+
+    def to_text(self) -> str:
+        """Format one line."""
+        idle = f", {self.idle} without one" if self.idle else ""
+        return (
+            f"{self.matrices} matrices on {self.ranks} ranks{idle}, exchanged {self.exchanges} "
+            f"times; the busiest rank has {self.balance:.3f} of the mean work"
+        )
+
+
+@dataclass(frozen=True)
+class StepReport(RewriteReport):
+    """Report of the updates in a backward graph.
+
+    Args:
+        gradients: number of parameters with a gradient; as many gradients were outputs before.
+        updates: per call that updates parameters, their FQNs, in the order of the graph.
+        eager_updates: number of such calls of the optimizers' ``step()``, one per group.
+        norm_kernels: number of calls that compute norms of gradients.
+        eager_norms: number of such calls of ``clip_grad_norm_``, one per device and dtype.
+        norm_reductions: number of all-reduces of the norm, as many as eagerly, one per mesh
+            dimension that shards; None: no clipping.
+        state_bytes: bytes of optimizer state that the graph reads on the rank with most.
+        buffer_bytes: bytes that the largest update allocates while it runs.
+        owners: per mesh, what its matrices' owners do, see :class:`Owners`; empty without Muon.
+    """
+
+    rewrite = "optimizer"
+    heading = "updates in the backward graph"
+    gradients: int
+    updates: tuple[tuple[str, ...], ...]
+    eager_updates: int
+    norm_kernels: int
+    eager_norms: int
+    norm_reductions: int | None
+    state_bytes: int
+    buffer_bytes: int
+    owners: tuple[Owners, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        number = sum(map(len, self.updates))
+        state, buffers = sizes_text(self.state_bytes, self.buffer_bytes)
+        lines = [
+            f"{self.gradients} gradients, {number} updated here in {len(self.updates)} calls "
+            f"({self.eager_updates} eagerly, after all reductions)",
+            f"optimizer state {state}, buffers of an update at most {buffers}",
+        ]
+        lines += [of.to_text() for of in self.owners]
+        if self.norm_reductions is None:
+            return [*lines, "each update follows its gradients' reduction, which frees them"]
+        return [
+            *lines,
+            f"{self.norm_kernels} calls for norms, which follow each reduction ({self.eager_norms} "
+            f"eagerly, after all); {self.norm_reductions} all-reduces of the norm, as eagerly",
+            f"waits for the norm: {len(self.updates)} updates, whose state reads scaled gradients; "
+            "scaling, and all gradients' memory",
+        ]
+
+
+@dataclass(frozen=True)
+class StageReport(Report):
+    """The actions of a pipeline stage in one step on one rank, and its memory.
+
+    Args:
+        gathers: number of times that it gathers its parameters.
+        reductions: number of times that it reduces its gradients.
+        under_way: most microbatches between forward and backward, of ``saved_bytes`` each.
+        gathered_bytes: its unsharded parameters.
+        gradient_bytes: their gradients, summed over microbatches.
+        peak_bytes: the peak of all these and of the running graph, without shards and optimizer
+            state; ``rank_peak_bytes`` for all stages of the rank.
+    """
+
+    stage: int
+    compiled: CompileReport
+    gathers: int
+    reductions: int
+    under_way: int
+    gathered_bytes: int
+    gradient_bytes: int
+    saved_bytes: int
+    peak_bytes: int
+    rank_peak_bytes: int
+
+    def to_text(self) -> str:
+        """Format one line."""
+        counts = change(self.compiled.collectives_before, self.compiled.collectives_after)
+        return (
+            f"pipeline stage {self.stage}: {counts}; gathered {self.gathers} and reduced "
+            f"{self.reductions} times a step; {size_text(self.gathered_bytes)} gathered, "
+            f"{size_text(self.gradient_bytes)} of gradients, {self.under_way} microbatches under "
+            f"way of {size_text(self.saved_bytes)} each; at most {size_text(self.peak_bytes)}, the "
+            f"rank's stages together {size_text(self.rank_peak_bytes)}\n"
+        )
 
 
 @dataclass(frozen=True)

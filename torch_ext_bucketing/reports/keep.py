@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from .base import Report
-from .text import size_text, table
+from .base import Report, size_text, table
 
 
 @dataclass(frozen=True)

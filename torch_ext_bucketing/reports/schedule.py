@@ -1,14 +1,99 @@
-"""The report of scheduling on one graph."""
+"""The cost model's times of one compiled graph.
+
+The report of the search for byte caps.
+
+The report of scheduling on one graph.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from .base import Report
-from .caps import CapsReport
-from .text import aligned, size_text, sizes_text
+from .base import Record, Report, aligned, size_text, sizes_text
+
+
+@dataclass(frozen=True)
+class EstimateReport(Record):
+    """A graph as it was compiled, on the machine of the cost model; times in milliseconds.
+
+    Args:
+        stage: of the graph, such as ``"forward"``.
+        machine: the machine, and its ranks per node.
+        step_ms: the end of the last stream.
+        kernels_ms: time that kernels keep the compute stream busy.
+        busy_ms: sum over the collectives of each kind.
+        exposed_ms: the part of it that the compute stream waits for.
+        peak_bytes: most live bytes.
+    """
+
+    stage: str
+    machine: str
+    step_ms: float
+    kernels_ms: float
+    busy_ms: Mapping[str, float]
+    exposed_ms: Mapping[str, float]
+    peak_bytes: int
+
+
+NamedCaps: TypeAlias = tuple[tuple[str, float | tuple[float, ...]], ...]
+
+
+@dataclass(frozen=True)
+class TriedCaps:
+    """Caps that were tried on the cost model, and the best order found with them.
+
+    Args:
+        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``; if members
+            were moved between buckets, the MiB of each bucket.
+        longest_run: most compute nodes between two reduce-scatters.
+        misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
+        order: name of that order, see :attr:`.ScheduleReport.chosen`.
+        planner: ``repr`` of the planner, where the plan is not by caps.
+    """
+
+    caps_mb: NamedCaps
+    step_ms: float
+    peak_bytes: int
+    longest_run: int
+    misses: float
+    order: str = ""
+    planner: str = ""
+
+
+@dataclass(frozen=True)
+class CapsReport(Report):
+    """The caps that :class:`.BySearch` tried and chose.
+
+    Args:
+        chosen: the caps that miss the bounds least, and of these the fastest.
+        tried: in the order they were tried, without caps that can't be faster than others.
+        warning: why nothing was tried, and the caps are torch's own.
+    """
+
+    chosen: TriedCaps
+    tried: tuple[TriedCaps, ...]
+    seconds: float = 0.0
+    warning: str = ""
+
+    @property
+    def caps_mb(self) -> NamedCaps:
+        """See :class:`TriedCaps`."""
+        return self.chosen.caps_mb
+
+    def to_text(self) -> str:
+        """Format the chosen caps or planner, without a newline."""
+        caps = self.chosen.planner or ", ".join(
+            f"{_cap_text(cap)} for {name}" for name, cap in self.caps_mb
+        )
+        return f"{caps}, of {len(self.tried)} tried"
+
+
+def _cap_text(cap: float | tuple[float, ...]) -> str:
+    if not isinstance(cap, tuple):
+        return f"{cap:g}"
+    return f"{len(cap)} bucket(s) of {min(cap):.3g} to {max(cap):.3g}"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .base import Record, Report
-from .text import aligned, sizes_text
+from .base import Record, Report, aligned, sizes_text
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from .._torch.fsdp2 import mesh_of, shard_of, sharded_dims
 from .._torch.optimizers import by_dtype
 from .._torch.process_groups import as_argument, mesh_group
-from .._torch.sharded import mesh_of, shard_of, sharded_dims
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

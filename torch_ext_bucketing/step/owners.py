@@ -2,12 +2,28 @@
 
 An optimizer such as Muon computes with whole matrices. One rank, the owner, gets the whole of a
 matrix, so that its bits are those of one device. Nothing here depends on the rank that calls.
+
+Bring the parts of matrices to their owners, and updates back.
+
+A part is what one rank holds of a matrix, a block of rows and columns. Parts travel along one mesh
+dimension after the other, in one all-to-all each. With two dimensions and the owner at (1, 0)::
+
+    (0,0) (0,1)                  .     .                      .     .
+                 along dim 0                   along dim 1
+    (1,0) (1,1)     --->      2 parts 2 parts     --->      whole   .
+
+Updates come back the same way, last dimension first. Where a dimension holds copies, the owner
+takes those in its own place, and the update goes to every copy. All of this is planned from shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 BALANCED = 1.05  # of the mean work; with more on the busiest rank, matrices leave their homes
 
@@ -134,3 +150,163 @@ def _fits(
         received[owners[i]] = received.get(owners[i], 0) + nbytes[i]
         parts.setdefault(owners[i], set()).add(stacks[i])
     return all(len(parts[owner]) == 1 or n <= cap for owner, n in received.items())
+
+
+Coordinate = tuple[int, ...]
+"""A rank's place in a mesh."""
+
+
+class Block(NamedTuple):
+    """A rectangle of a matrix."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
+
+
+class Part(NamedTuple):
+    """A matrix, by its place, and the coordinate that holds the part; 0 where copies are."""
+
+    matrix: int
+    at: Coordinate
+
+
+class Stage(NamedTuple):
+    """The exchange of one rank along one mesh dimension.
+
+    Args:
+        dim: the dimension; None: nothing is sent, parts are only chosen.
+        sent: the parts in the buffer that is sent, for one peer after the other.
+        sent_to: number of elements for each peer.
+        received: the parts in the buffer that is received.
+        received_from: number of elements from each peer.
+        most: the most elements that any rank sends, and that any receives.
+    """
+
+    dim: int | None
+    sent: list[Part]
+    sent_to: list[int]
+    received: list[Part]
+    received_from: list[int]
+    most: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix on a mesh.
+
+    Args:
+        rows: of the whole matrix; so is ``columns``.
+        sharded: whether it is divided over each mesh dimension; else that holds copies.
+        blocks: the part at each coordinate that has one; a coordinate is 0 where copies are.
+        owner: the coordinate that computes its update.
+    """
+
+    rows: int
+    columns: int
+    sharded: tuple[bool, ...]
+    blocks: Mapping[Coordinate, Block]
+    owner: Coordinate
+
+
+def tiles(rows: int, columns: int, blocks: Iterable[Block]) -> bool:
+    """Return whether blocks cover a matrix exactly."""
+    found = {b for b in blocks if b.size}
+    spans = {(b.row, b.rows) for b in found}, {(b.column, b.columns) for b in found}
+    for mine, whole in zip(spans, (rows, columns), strict=True):
+        end = 0
+        for start, size in sorted(mine):
+            if start != end:
+                return False
+            end += size
+        if end != whole:
+            return False
+    return len(found) == len(spans[0]) * len(spans[1])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The matrices of one bucket, on a mesh.
+
+    Args:
+        matrices: the matrices.
+        mesh: the mesh's shape.
+        at: this rank's coordinate.
+    """
+
+    matrices: Sequence[Matrix]
+    mesh: Coordinate
+    at: Coordinate
+
+    def to_owners(self) -> list[Stage]:
+        """Plan how parts get to owners."""
+
+        def goes(part: Part, source: int, target: int, d: int) -> bool:
+            m = self.matrices[part.matrix]
+            return m.owner[d] == target and (m.sharded[d] or source == target)
+
+        return [self._stage(d, d, goes) for d in range(len(self.mesh))]
+
+    def to_shards(self) -> list[Stage]:
+        """Plan how updates get from owners to all that have a part."""
+
+        def goes(part: Part, source: int, target: int, d: int) -> bool:
+            return not self.matrices[part.matrix].sharded[d] or part.at[d] == target
+
+        return [self._stage(d, d + 1, goes) for d in reversed(range(len(self.mesh)))]
+
+    def held(self, at: Coordinate, dims: int) -> list[Part]:
+        """List what ``at`` holds once parts have travelled along the first ``dims`` dimensions."""
+        found = []
+        for i, m in enumerate(self.matrices):
+            if at[:dims] == m.owner[:dims]:
+                places = [
+                    (range(self.mesh[d]) if d < dims else (c,)) if m.sharded[d] else (0,)
+                    for d, c in enumerate(at)
+                ]
+                found += [Part(i, c) for c in itertools.product(*places) if c in m.blocks]
+        return found
+
+    def elements(self, parts: Iterable[Part]) -> int:
+        """Count the elements of parts."""
+        return sum(self.matrices[p.matrix].blocks[p.at].size for p in parts)
+
+    def _holders(self, part: Part, dims: int) -> Iterator[Coordinate]:
+        """List the ranks that hold a part once it has travelled along ``dims`` dimensions."""
+        m = self.matrices[part.matrix]
+        rest = range(dims, len(self.mesh))
+        places = [(part.at[d],) if m.sharded[d] else range(self.mesh[d]) for d in rest]
+        return itertools.product(*((c,) for c in m.owner[:dims]), *places)
+
+    def _stage(self, d: int, dims: int, goes: Callable[[Part, int, int, int], bool]) -> Stage:
+        back, moves = dims > d, False
+        sending, receiving = Counter[Coordinate](), Counter[Coordinate]()
+        for i, m in enumerate(self.matrices):
+            for c, block in m.blocks.items():
+                copies = self.mesh[d] if back and not m.sharded[d] else 1
+                moves = moves or copies > 1 or (m.sharded[d] and c[d] != m.owner[d])
+                for rank in self._holders(Part(i, c), dims):
+                    sending[rank] += copies * block.size
+                for rank in self._holders(Part(i, c), d if back else d + 1):
+                    receiving[rank] += block.size
+        at, peers = self.at, range(self.mesh[d]) if moves else (self.at[d],)
+        mine = self.held(at, dims)
+        sent = [[p for p in mine if goes(p, at[d], peer, d)] for peer in peers]
+        received = [
+            [p for p in self.held((*at[:d], s, *at[d + 1 :]), dims) if goes(p, s, at[d], d)]
+            for s in peers
+        ]
+        return Stage(
+            d if moves else None,
+            list(itertools.chain(*sent)),
+            list(map(self.elements, sent)),
+            list(itertools.chain(*received)),
+            list(map(self.elements, received)),
+            (max(sending.values(), default=0), max(receiving.values(), default=0)),
+        )

@@ -16,7 +16,7 @@ from ..fqns import format_names, parameter_names
 from ..passes.backends import BucketingBackend
 from ..passes.base import GraphPass
 from ..passes.compilation import Extension
-from ..planner.passes.step_memory import check_parameters
+from ..planner.step_memory import check_parameters
 from ..recipes import recipe
 from .norm import Norm
 from .rules import RULES, rule_of

@@ -29,13 +29,13 @@ import torch.nn as nn
 
 from .._torch.aot import mark_backward
 from .._torch.descriptors import as_buffer, as_parameter
-from .._torch.sharded import largest_shard_bytes, largest_shard_numel, shard_of
+from .._torch.fsdp2 import largest_shard_bytes, largest_shard_numel, shard_of
 from ..fqns import parameter_names
-from ..graph.collectives import is_wait
+from ..graph.nodes import is_wait
+from ..graph.sizes import Work, set_work
 from ..graph.tags import buffer_bytes, mark_optimizer, set_updates, updates_of
-from ..graph.work import Work, set_work
 from ..passes.compilation import Choice
-from ..reports.step import Owners, StepReport
+from ..reports.compile import Owners, StepReport
 from .matrix import Update, append_matrices, bytes_within
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
 from .rules import BY_NAME, UPDATE, MatrixRule, Rule, one_by_one, rule_of, state_of

@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor
 from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
 from ..fqns import canonical_fqn, format_names
 from ..fsdp.order import FSDPParamOrder
-from ..graph.collectives import KINDS
+from ..graph.nodes import KINDS
+from ..passes.add_by_unit import AddByUnit
 from ..passes.backends import BucketingBackend, backend
 from ..passes.base import GraphPass
 from ..passes.bucketing import BucketByUnit
+from ..passes.combine_uses import CombineReport, CombineUses
 from ..passes.facts import Buckets, Order, RankOrder
-from ..reports.rewrites import RewriteReport
-from ..rewrites.add_by_unit import AddByUnit
-from ..rewrites.combine_uses import CombineReport, CombineUses
-from ..rewrites.reduce_scatter_first import ReduceScatterFirst, ScatterReport
+from ..passes.reduce_scatter_first import ReduceScatterFirst, ScatterReport
+from ..reports.compile import RewriteReport
 from .comparison import Cause, Comparison, Options
 from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
@@ -387,7 +387,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "decompositions": (
         "AOTAutograd on one rank differs from what Dynamo traced: it decomposes an operator that "
         "eager runs as one kernel",
-        "write that operator in elementary ones, like RMSNorm in testing.model",
+        "write that operator in elementary ones, like RMSNorm in testing.training",
     ),
     "Inductor": (
         "Inductor's fused kernels on one rank keep values in float32 that eager rounds",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..fsdp.order import FSDPParamOrder
-    from ..reports.buckets import BucketReport
+    from ..reports.graph import BucketReport
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..fqns import canonical_fqn, canonical_modules
 from ..fsdp.blocks import transformer_block_plan
-from ..fsdp.simple_fsdp import data_parallel
+from ..fsdp.shard import data_parallel
 from ..fsdp.units import UnitSpec
 from ..passes.backends import BucketingBackend, backend
 from ..passes.base import GraphPass

@@ -39,19 +39,18 @@ from torchtitan.experiments.graph_trainer.registry import (
     register_post_init_hook,
 )
 
-from .._torch.pipelines import actions_of, replace_actions
-from ..agreement.before_run import agree_on_launches
-from ..agreement.launches import launches_of
+from .._torch.optimizers import actions_of, replace_actions
 from ..errors import BoundNotKeptWarning
 from ..passes.pipeline import Pipeline
 from ..passes.whole_step import names_per_tensor, run_passes, whole_step_pass
 from ..planner.keep.stages import StageBytes, bytes_of, stage_reports, views_of, with_residency
-from ..planner.passes.step_memory import check_bound, state_bytes
 from ..planner.schedule.memory import PeakMemory
+from ..planner.step_memory import check_bound, state_bytes
 from ..recipes import recipe
-from ..reports.compile import CompileReport
-from ..reports.stage import StageReport
-from ..reports.text import sizes_text
+from ..reports.base import sizes_text
+from ..reports.compile import CompileReport, StageReport
+from ..runtime.agreement import agree_on_launches
+from ..runtime.launches import launches_of
 from .torchtitan_step import StepInGraph, check_trainer
 
 _PIPELINE = "torch_ext_bucketing"

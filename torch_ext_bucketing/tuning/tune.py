@@ -29,19 +29,18 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch.variants import Compiler, compile_variant
+from .._torch.dynamo import Compiler, compile_variant
 from ..errors import BoundNotKeptWarning, TuningError
 from ..passes.backends import BucketingBackend
 from ..passes.facts import RankOrder, last_fact
 from ..planner.schedule.memory import PeakMemory
 from ..reports.compile import CompileReport
-from ..reports.estimate import EstimateReport
+from ..reports.schedule import EstimateReport
 from ..reports.tuning import TuneReport
-from . import record
+from . import measured as record
+from .candidates import Figures, best_of, combine, correct
 from .candidates import candidates as default_candidates
-from .choice import Figures, best_of, combine, correct
-from .meeting import Meeting
-from .meter import Meter
+from .measured import Meeting, Meter
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.model import RMSNorm
+from torch_ext_bucketing.testing.training import RMSNorm
 
 VOCAB = text.VOCAB
 SEQ = 16

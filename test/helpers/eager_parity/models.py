@@ -14,17 +14,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torch_ext_bucketing.testing.model import Block, ModelConfig, RMSNorm, rotary_tables
+from torch_ext_bucketing.testing.training import Block, ModelConfig, RMSNorm, rotary_tables
 
-from .base import (
-    SEQ,
-    VOCAB,
-    Model,
-    ParityModel,
-    Unit,
-    batch_of,
-    blocks_then_root,
-)
+from .base import SEQ, VOCAB, Model, ParityModel, Unit, batch_of, blocks_then_root
 from .hf import HF_MODELS
 from .tensor import TensorDecoder
 

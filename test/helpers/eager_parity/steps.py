@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from whole_muon import WholeMuon
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch.sharded import shard_of
-from torch_ext_bucketing.step.stacked_muon import StackedMuon
+from torch_ext_bucketing._torch.fsdp2 import shard_of
+from torch_ext_bucketing.step.rules import StackedMuon
 from torch_ext_bucketing.testing.payloads import Payload
 from torch_ext_bucketing.testing.training import Trained, count_collectives, digest, raw_bytes
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torch_ext_bucketing.testing.model import Block, RMSNorm, rotary_tables, rotate
+from torch_ext_bucketing.testing.training import Block, RMSNorm, rotary_tables, rotate
 
 from .base import SEQ, ParityModel
 

@@ -22,11 +22,16 @@ import torch.fx as fx
 from ..._torch.estimates import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.all_to_all import SUM, steps_of
-from ...graph.collectives import (
+from ...graph.dependencies import written_values
+from ...graph.fusion import Fused, fused, is_fused, is_read_once
+from ...graph.nodes import (
     COLLECTIVES,
+    FROM_HOST,
+    TO_HOST,
     collective_kind,
     group_name,
     group_size,
+    host_stream,
     is_collective,
     is_compute,
     is_grouped_product,
@@ -34,12 +39,8 @@ from ...graph.collectives import (
     kind_of,
     tensors_in,
 )
-from ...graph.fusion import Fused, fused, is_fused, is_read_once
-from ...graph.host_copies import FROM_HOST, TO_HOST, host_stream
-from ...graph.size_hints import SizeHints
+from ...graph.sizes import SizeHints, result_bytes, work_of
 from ...graph.tags import replaced_kind
-from ...graph.work import result_bytes, work_of
-from ...graph.writes import written_values
 from .machine import H100, Machine
 from .network import is_time
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..._torch.process_groups import ranks_of
-from ...graph.collectives import COLLECTIVES
+from ...graph.nodes import COLLECTIVES
 from .machine import Machine
 
 _PRODUCT = {"cuda": 8192, "cpu": 512}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...graph.collectives import CollectiveType
+from ...graph.nodes import CollectiveType
 
 _TREE_SHARE = 0.6
 """A tree's share of a ring's bandwidth.

@@ -25,14 +25,8 @@ from typing import Any, NamedTuple
 import torch.fx as fx
 
 from ..._torch import aot as _aot
-from ...graph.collectives import (
-    is_collective,
-    is_compute,
-    is_view,
-    is_wait,
-    tensors_in,
-)
-from ...graph.purity import is_known, may_run_twice
+from ...graph.dependencies import is_known, may_run_twice
+from ...graph.nodes import is_collective, is_compute, is_view, is_wait, tensors_in
 
 
 class Stretch(NamedTuple):

@@ -29,14 +29,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ...graph.host_copies import pinned_bytes
-from ...graph.pause_gc import paused_gc
+from ...graph.nodes import paused_gc, pinned_bytes
+from ...reports.base import size_text
 from ...reports.keep import BlockBytes, KeepReport, KeptUnit
-from ...reports.text import size_text
 from ..schedule.memory import within
 from ..schedule.model import Model
-from ..schedule.overlap import Overlap
-from ..schedule.policy import Policy, policies_of
+from ..schedule.policy import Overlap, Policy, policies_of
 from ..schedule.scheduler import rank, schedule_model
 from ..schedule.timeline import step_ms
 from .held import HeldUnits

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ...bucketing.units import unit_of
-from ...fsdp.chains import read_in_forward
+from ...bucketing.plan import unit_of
+from ...fsdp.tagging import read_in_forward
 from ...fsdp.units import Units
 from ...graph.tags import tag_of
 

@@ -29,26 +29,22 @@ from typing import Any
 import torch.fx as fx
 
 from ..._torch import aot as _aot
-from ...bucketing.plan import BucketPlanner, checked_plan
-from ...bucketing.units import ByUnit
-from ...fsdp.chains import parameter_chains
+from ...bucketing.plan import BucketPlanner, ByUnit, checked_plan
+from ...fsdp.tagging import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
-from ...graph.beside import beside_bytes
-from ...graph.collectives import is_collective, is_number, is_wait
 from ...graph.fusion import fused, is_fused
-from ...graph.liveness import Storages, with_fused
-from ...graph.pause_gc import paused_gc
+from ...graph.liveness import Storages, beside_bytes, with_fused
+from ...graph.nodes import is_collective, is_number, is_wait, paused_gc
 from ...graph.tags import tag_of
 from ...passes.park import could_park
-from ...rewrites.reshard_to import Smaller
+from ...passes.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
 from .activations import Activations
+from .edits import Part, with_copies, with_parts
 from .keepables import Keepable, keepable_units
-from .parked import with_copies
-from .parts import Part, with_parts
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from itertools import combinations
 import torch.fx as fx
 
 from ...graph.analysis import GraphAnalysis
-from ...reports.compile import CompileReport
-from ...reports.stage import StageReport
+from ...reports.compile import CompileReport, StageReport
 
 Action = tuple[tuple[int, str], ...]
 """Stage and kind of an action, or of two actions that the schedule overlaps.

@@ -35,11 +35,10 @@ import math
 from collections.abc import Sequence
 
 from ...graph.liveness import LiveBytes
-from .model import Model
-from .options import Options, at_least
+from .model import Model, Send, sooner_ms
 from .paths import Remaining
-from .sends import Send, sooner_ms
-from .streams import Streams
+from .policy import Options, at_least
+from .timeline import Streams
 
 _NO_STALL_MS = 1e-3
 _NOTHING = Send(0.0, None, 0.0, 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...reports.text import sizes_text
+from ...reports.base import sizes_text
 from .model import Model
 from .policy import Case, Options, Policy, PolicyReport
 from .timeline import Timeline, compute_runs

@@ -11,7 +11,7 @@ import math
 
 from .list_schedule import ROUNDING
 from .model import Model
-from .streams import Streams
+from .timeline import Streams
 
 
 def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | None:

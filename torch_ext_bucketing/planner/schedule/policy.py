@@ -1,4 +1,6 @@
-"""Scheduling policies. A new one is one class, in this package or in yours.
+"""The options of the list scheduler.
+
+Scheduling policies. A new one is one class, in this package or in yours.
 
 The scheduler (:mod:`.scheduler`) calls the methods of each policy in this order:
 
@@ -24,19 +26,94 @@ for example, bounds the number of collectives in flight::
         def report(self, case, timeline):
             reached = in_flight(case.model, timeline.order)
             return PolicyReport(repr(self), {"in_flight": reached}, f"{reached} in flight")
+
+The policy that hides communication under computation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+import torch.fx as fx
+
 from ..._source import note_sources
+from ...graph.nodes import kind_of
+from ...graph.tags import member_tags, tag_of
 from ...reports.schedule import PolicyReport
 from .model import Model
-from .options import Options
 from .timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Options:
+    """Bounds and preferences for one order.
+
+    Args:
+        limit_bytes: live bytes that prefetching and overtaking stay under. A kernel that would
+            exceed them first waits for collectives in flight, which frees their buffers. None: no
+            limit.
+        window: compute nodes among which the longest remaining path runs first; 0: the graph's
+            order.
+        fill: compute nodes after the oldest open one that may run while it waits.
+        depth: gathers of one group that may be in flight or unused when the next one launches.
+        max_prefetch: compute nodes that a gather may be ahead of its use.
+        deadlines: whether gathers may launch earlier for their stream to end in time.
+        hold: whether a kernel is held back while one with a longer path waits, if the path would be
+            delayed.
+        max_run: most compute nodes between two reduce-scatters; None: no bound.
+        under: the place of the kernel to launch a gather right before, by the gather's place.
+    """
+
+    limit_bytes: int | None = None
+    window: int = 0
+    fill: int = 100
+    depth: int = 1
+    max_prefetch: int = 100
+    deadlines: bool = True
+    hold: bool = True
+    max_run: int | None = None
+    under: Mapping[int, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def sort(self) -> Options:
+        """The options without ``under``, whose places are those of one model.
+
+        They can be compared between the model of planned buckets and that of the merged graph.
+        """
+        return replace(self, under={})
+
+    def next_to(self, other: Options, windows: Sequence[int]) -> bool:
+        """Return whether one preference differs, a window by one step of ``windows``.
+
+        Orders without a window, those of the graph, are like no others, so they are next to all.
+        """
+        if not self.window:
+            return True
+        differ = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        step = abs(windows.index(self.window) - windows.index(other.window))
+        return len(differ) <= 1 and step <= 1
+
+    def tightened(self, *, limit_bytes: int | None = None, max_run: int | None = None) -> Options:
+        """Return the options with further bounds. The tighter one of two bounds counts."""
+        return replace(
+            self,
+            limit_bytes=_tighter(self.limit_bytes, limit_bytes),
+            max_run=_tighter(self.max_run, max_run),
+        )
+
+
+def _tighter(one: int | None, other: int | None) -> int | None:
+    given = [bound for bound in (one, other) if bound is not None]
+    return min(given, default=None)
+
+
+def at_least(bound: int | None, other: int | None) -> bool:
+    """Return whether a bound allows what another one allows. None allows all."""
+    return bound is None or (other is not None and bound >= other)
+
 
 T = TypeVar("T")
 
@@ -135,3 +212,122 @@ def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
             raise ValueError(f"two {type(p).__name__} policies: {found[type(p)]!r} and {p!r}")
         found[type(p)] = p
     return given
+
+
+_WINDOWS = (0, 8, 16, 40, 100)
+_QUICK_WINDOWS = (0, 16, 100)
+
+
+@dataclass(frozen=True)
+class Overlap(Policy):
+    """Launch gathers before their use and wait late for reductions, for :func:`.schedule`.
+
+    Several orders are tried on the cost model, from the graph's own order of kernels to one that
+    runs the critical path first. The fastest within the bounds is chosen.
+
+    Args:
+        depth: gathers of one process group that may be in flight or unused when the next launches.
+        window: compute nodes that a kernel may overtake to fill a wait or to launch communication
+            earlier. 0 keeps the order of kernels. Without a bound, memory may grow several times.
+        max_prefetch: compute nodes that a gather may be ahead of its use.
+        prefetch_under: modules or parameters to gather while others compute, as in
+            ``{"layers.4": "layers.3"}``: ``layers.4`` is gathered while ``layers.3`` computes.
+
+    Raises:
+        TypeError: ``prefetch_under`` does not map names to names.
+        ValueError: a number is negative or fractional.
+    """
+
+    depth: int = 1
+    window: int = 100
+    max_prefetch: int = 100
+    prefetch_under: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "window", "max_prefetch"):
+            _check_count(name, getattr(self, name))
+        under = self.prefetch_under
+        if not isinstance(under, Mapping) or not all(
+            isinstance(name, str) for name in (*under, *under.values())
+        ):
+            raise TypeError(f"prefetch_under must map names to names, got {under!r}")
+
+    def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
+        """Yield windows up to :attr:`window`, depths up to twice :attr:`depth`, and deadlines."""
+        under, _ = self._launch_places(case.model)
+        given = _QUICK_WINDOWS if quick else _WINDOWS
+        windows = tuple(dict.fromkeys(min(w, self.window) for w in given))
+        found = [(w, self.depth, True) for w in windows]
+        if not quick:
+            found += [(w, 2 * self.depth, True) for w in windows if self.depth]
+            found += [(w, 0, True) for w in windows[:1] if self.depth]
+        found += [(w, self.depth, False) for w in windows[:1]]
+        for (window, depth, deadlines), hold in itertools.product(found, (True, False)):
+            yield (
+                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}"
+                f"{'' if hold else ', no kernel held back'}",
+                Options(
+                    window=window,
+                    fill=self.window,
+                    depth=depth,
+                    max_prefetch=self.max_prefetch,
+                    deadlines=deadlines,
+                    hold=hold,
+                    under=under,
+                ),
+            )
+
+    def notes(self, case: Case) -> Iterable[str]:
+        """Yield a text for each name in :attr:`prefetch_under` without effect in this graph."""
+        return self._launch_places(case.model)[1]
+
+    def spare_bytes(self, case: Case) -> int:
+        """Return the bytes of the collectives in flight, each as large as the largest."""
+        return (self.depth + 1) * case.fact(_largest_collective)
+
+    def _launch_places(self, model: Model) -> tuple[dict[int, int], list[str]]:
+        """Map each gather of :attr:`prefetch_under` to the kernel to launch it before."""
+        if not self.prefetch_under:
+            return {}, []
+        uses = model.analysis.first_uses()
+        nodes = model.dependencies.nodes
+        gathers = {
+            i: _fqns(model.members.get(i, (nodes[i],)))
+            for i in uses
+            if kind_of(nodes[i]) == "all_gather"
+        }
+        found, notes = {}, []
+        for name, other in self.prefetch_under.items():
+            mine = [i for i, fqns in gathers.items() if _covers(name, fqns)]
+            theirs = [uses[i] for i, fqns in gathers.items() if _covers(other, fqns)]
+            if not mine or not theirs:
+                missing = name if not mine else other
+                notes.append(f"prefetch_under: no gather in this graph serves {missing}")
+                continue
+            for i in mine:
+                if min(theirs) < uses[i]:
+                    found[i] = min(theirs)
+                else:
+                    notes.append(f"prefetch_under: {name} is used before {other} in this graph")
+        return found, notes
+
+
+def _largest_collective(model: Model) -> int:
+    """Return the most bytes that a collective reads and writes."""
+    liveness = model.liveness
+    starts = [i for i, group in enumerate(model.group) if group is not None]
+    return max((sum(liveness.size[s] for s in liveness.touches[i]) for i in starts), default=0)
+
+
+def _fqns(starts: Iterable[fx.Node]) -> tuple[str, ...]:
+    tags = [t for s in starts for t in (*member_tags(s), tag_of(s)) if t is not None]
+    return tuple(dict.fromkeys(f for t in tags for f in t.fqns))
+
+
+def _covers(name: str, fqns: Iterable[str]) -> bool:
+    return any(f == name or f.startswith(f"{name}.") for f in fqns)
+
+
+def _check_count(name: str, number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, got {number!r}")

@@ -26,20 +26,18 @@ import torch.fx as fx
 
 from ...errors import BoundNotKeptWarning
 from ...graph.analysis import GraphAnalysis
-from ...graph.beside import beside_text
 from ...graph.dependencies import Precedence
-from ...graph.pause_gc import paused_gc
-from ...graph.size_hints import GivenHints, SizeHints
-from ...graph.unwrap import GraphLike, graph_of
+from ...graph.liveness import beside_text
+from ...graph.nodes import GraphLike, graph_of, paused_gc
+from ...graph.sizes import GivenHints, SizeHints
+from ...reports.base import sizes_text
 from ...reports.schedule import ScheduleReport
-from ...reports.text import sizes_text
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine, check_machine
 from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
-from .options import Options
 from .plain import plain_schedule
-from .policy import Case, Policy, policies_of
+from .policy import Case, Options, Policy, policies_of
 from .timeline import Timeline, optimizer_ms, rank_order_ms, step_ms
 
 _FOR_MEMORY = tuple(

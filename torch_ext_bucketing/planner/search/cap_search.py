@@ -40,24 +40,20 @@ import torch.fx as fx
 
 from ...bucketing.all_to_all import reduce_by_all_to_all
 from ...bucketing.caps import ByCap, CapPlanner, check_cap
-from ...bucketing.merge import merge_buckets
+from ...bucketing.pack import merge_buckets
 from ...bucketing.plan import BucketPlanner, MergePlan, checked_plan
 from ...errors import BoundNotKeptWarning
 from ...graph.analysis import GraphAnalysis
-from ...graph.collectives import group_name
-from ...graph.pause_gc import paused_gc
-from ...graph.snapshot import reading_only
-from ...reports.caps import CapsReport, TriedCaps
-from ...reports.schedule import ScheduleReport
+from ...graph.edits import reading_only
+from ...graph.nodes import group_name, paused_gc
+from ...reports.schedule import CapsReport, ScheduleReport, TriedCaps
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.model import Model, model_of
-from ..schedule.options import Options
-from ..schedule.policy import Policy, policies_of
+from ..schedule.policy import Options, Policy, policies_of
 from ..schedule.scheduler import Scheduled, rank, schedule_within
 from ..schedule.timeline import Timeline
-from .merged_model import merged_model
-from .moves import moves
+from .merged_model import merged_model, moves
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)
 """Caps to try, in MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""

@@ -1,0 +1,300 @@
+"""Map the inputs of a Dynamo graph to parameters, and identify the current compile.
+
+Two sources, the better first:
+
+1. A module with a parameter that *is* a graph input: the module that the caller passed, else the
+   one that the passes were made for, else one that :func:`names_are_relative_to` registered.
+2. The *source* that Dynamo recorded on each placeholder: the Python expression that reaches the
+   tensor from the compiled frame, such as ``L['self']._modules['layers']._parameters['weight']``.
+   Its path is the FQN relative to the module whose ``forward`` was compiled. A decorated
+   ``forward`` has that module as ``L['args'][0]``.
+
+Compile one graph of Dynamo several times, and keep what came of it in Inductor's caches.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..fqns import canonical_fqn, parameters_by_name
+from . import descriptors as _descriptors
+from .draws import private_torch
+from .fsdp2 import is_distributed, is_part, shard_of
+
+with private_torch():
+    from torch._guards import CompileContext, TracingContext
+
+_STEP = re.compile(
+    r"""\._(?P<table>modules|parameters|buffers)\[(?P<q>['"])(?P<key>.+?)(?P=q)\]"""
+    r"""|\.(?P<attr>\w+)"""
+    r"""|\[(?P<index>\d+)\]"""
+)
+_ROOT = re.compile(r"""^(?:L\[['"]args['"]\]\[0\]|L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
+
+# A weak and ordered set, the newest model last.
+_roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+
+# By pass: the model that a recipe made it for, and that model's FQNs. Not a field of the pass, so
+# that neither its cache key nor its pickle has a model.
+_made_for: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], frozenset[str]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def names_are_relative_to(model: torch.nn.Module, passes: Iterable[Any] = ()) -> None:
+    """Register ``model``, weakly, so that FQNs are relative to it whatever part is compiled.
+
+    Of models that contain one another, the one registered last is used; a backend with some of
+    ``passes`` uses ``model`` in any case.
+    """
+    _roots.pop(model, None)
+    _roots[model] = None
+    known = frozenset(name for name, _, _ in parameters_by_name(model))
+    for each in passes:
+        _made_for[each] = weakref.ref(model), known
+
+
+def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
+    return list(_roots)[::-1] if model is None else [model]
+
+
+def model_of(parameter: Any, model: torch.nn.Module | None = None) -> torch.nn.Module | None:
+    """Return ``model``, or the model registered last, if it has this parameter; else None."""
+    found = (one for one in _models(model) if any(p is parameter for p in one.parameters()))
+    return next(found, None)
+
+
+def is_first_compile() -> bool:
+    """Return whether Dynamo compiles this frame for the first time; True without Dynamo."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is None or compile_id.frame_compile_id in (None, 0)
+
+
+def frame_number() -> int | None:
+    """Return the number of the frame that Dynamo compiles, or None.
+
+    A recompile has the same number, the code after a graph break another one.
+    """
+    compile_id = CompileContext.current_compile_id()
+    return None if compile_id is None else compile_id.frame_id
+
+
+def input_fqns(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    model: torch.nn.Module | None = None,
+    passes: Iterable[Any] = (),
+) -> tuple[dict[int, str], list[str]]:
+    """Map the indices of a Dynamo graph's parameter inputs to FQNs.
+
+    FQNs are relative to ``model``, else to the model that a recipe made one of ``passes`` for, else
+    to a registered model that has the parameter, else to the module whose ``forward`` Dynamo
+    traced. A name of the last sort that a recipe's model has not, or another input has, is a guess.
+
+    Returns:
+        FQNs by index, and Dynamo's expressions of sharded parameters without a name or with a
+        guessed one.
+    """
+    reference, known = next((_made_for[p] for p in passes if p in _made_for), (None, None))
+    first = reference() if model is None and reference is not None else None
+    by_identity: dict[int, str] = {}  # only looked up: ids must not decide an order
+    for one in ([] if first is None else [first]) + _models(model):
+        for name, parameter, _ in parameters_by_name(one):
+            by_identity.setdefault(id(parameter), name)
+    fqns: dict[int, str] = {}
+    others: list[tuple[int, Any, Any]] = []
+    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        example = example_inputs[index] if index < len(example_inputs) else None
+        given = _grapharg_example(placeholder)
+        fqn = by_identity.get(id(given)) or by_identity.get(id(example))
+        if fqn is not None:
+            fqns[index] = fqn
+        else:
+            source = getattr(placeholder, "_dynamo_source", None)
+            others.append((index, source, example if given is None else given))
+    guessed = []
+    taken = set(fqns.values())
+    for index, source, tensor in others:
+        fqn = source_fqn(source) if model is None and source is not None else None
+        is_free = fqn not in taken
+        if fqn is not None and is_free:
+            fqns[index] = fqn
+        is_known = fqn is not None and is_free and (known is None or fqn in known)
+        if not is_known and isinstance(tensor, torch.nn.Parameter) and is_distributed(tensor):
+            guessed.append("?" if source is None else str(source.name))
+    return fqns, guessed
+
+
+def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[torch.Tensor]]]:
+    """Find a Dynamo graph's inputs that are activations with a gradient.
+
+    Maps indices to the variable's name in the compiled code and the tensor.
+    """
+    found = {}
+    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        tensor = _grapharg_example(placeholder)
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+            name = placeholder.meta["grapharg"].source.name
+            local = re.fullmatch(r"L\['(\w+)'\]", name)
+            found[index] = (local[1] if local else name, weakref.ref(tensor))
+    return found
+
+
+def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
+    """Map the indices of parameter inputs of the joint graph in compilation to FQNs.
+
+    For config hooks, which see no Dynamo graph. Dynamo lists tensors in the order of the inputs.
+    Empty if their number or a shape differs from the joint graph's.
+    """
+    whole = _traced_tensors()
+    inputs: dict[int, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        index = _descriptors.plain_index(_descriptors.base_input(node.meta.get("desc")))
+        if index is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            inputs.setdefault(index, node)
+    if len(inputs) != len(whole):
+        return {}
+    fqns: dict[int, str] = {}
+    for index, tracked in zip(sorted(inputs), whole, strict=True):
+        if str(tuple(shard_of(tracked.fake).shape)) != str(tuple(inputs[index].meta["val"].shape)):
+            return {}
+        fqn = source_fqn(tracked.source)
+        if fqn is not None:
+            fqns[index] = fqn
+    return fqns
+
+
+def is_compiling() -> bool:
+    """Return whether Dynamo compiles now, so that inputs of graphs have sources."""
+    return TracingContext.try_get() is not None
+
+
+def traced_fqns() -> tuple[str | None, ...]:
+    """Return the FQN of each tensor in the current compile, in Dynamo's order.
+
+    Other tensors than parameters have None. Empty outside of a compile.
+    """
+    names = tuple(source_fqn(tracked.source) for tracked in _traced_tensors())
+    context = TracingContext.try_get()
+    if context is None:
+        return names
+    # torch 2.15 drops the tensors before it compiles the backward graph, in the same context.
+    if names:
+        _fqns_of_context[context] = names
+    return _fqns_of_context.get(context, ())
+
+
+_fqns_of_context: weakref.WeakKeyDictionary[TracingContext, tuple[str | None, ...]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _traced_tensors() -> list[Any]:
+    context = TracingContext.try_get()
+    shape_env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    sources: dict[str, Any] = {}
+    for tracked in getattr(shape_env, "tracked_fakes", None) or ():
+        if isinstance(tracked.fake, torch.Tensor):
+            sources.setdefault(tracked.source.name, tracked)
+    # Dynamo lists an input that is a view together with its base, which is not an input.
+    for name in [n for n in sources if n.endswith("._base")]:
+        if name.removesuffix("._base") in sources:
+            del sources[name]
+    # Dynamo lists a parameter together with its shard.
+    return [t for n, t in sources.items() if not is_part(n, sources)]
+
+
+def source_fqn(source: Any) -> str | None:
+    """Return the FQN of a parameter's source, or None for another source."""
+    path, is_parameter = _walk(source.name)
+    return canonical_fqn(path) if path is not None and is_parameter else None
+
+
+def module_path(expression: str) -> str | None:
+    """Return the FQN of a module given as a Dynamo expression or as an FQN, or None."""
+    if not _ROOT.match(expression):
+        return expression if re.fullmatch(r"[\w.]*", expression) else None
+    # A module stack has L['self'].layers[0], L['self'].layers.0 or L['self']._modules['layers']...
+    if expression.startswith("G["):
+        return None
+    return _walk(expression)[0]
+
+
+def _walk(name: str) -> tuple[str | None, bool]:
+    """Return the path in a Dynamo expression, and whether it ends in a parameter."""
+    root = _ROOT.match(name)
+    if root is None:
+        return None, False
+    steps = list(_STEP.finditer(name, root.end()))
+    if "".join(step[0] for step in steps) != name[root.end() :]:
+        return None, False
+    path = ".".join(step["key"] or step["attr"] or step["index"] for step in steps)
+    return path, bool(steps) and steps[-1]["table"] == "parameters"
+
+
+def _grapharg_example(placeholder: fx.Node) -> Any | None:
+    arg = placeholder.meta.get("grapharg")
+    try:
+        return None if arg is None else arg.example
+    except AssertionError:  # the weak reference to the input has expired
+        return None
+
+
+with private_torch():
+    from torch._dynamo import lookup_backend
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
+
+Compiler = Callable[..., Callable[..., Any]]
+
+
+def compile_variant(
+    compiler: str | Compiler, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+) -> Callable[..., Any]:
+    """Compile a copy of ``gm`` by a backend of ``torch.compile``, given itself or by name."""
+    run: Compiler = lookup_backend(compiler) if isinstance(compiler, str) else compiler
+    # AOTAutograd writes what it finds out about a graph to the context, and reads it again when it
+    # compiles the backward graph, which may be after other variants were compiled.
+    with tracing(copy.copy(TracingContext.try_get())):
+        return run(_copy_of(gm), inputs, **kwargs)
+
+
+def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy the nodes of ``gm``, which compilers change; what they refer to is shared."""
+    graph, at = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(gm.graph, at))
+    for old, new in at.items():
+        source = getattr(old, "_dynamo_source", None)  # of a placeholder, beside its meta
+        if source is not None:
+            new._dynamo_source = source  # type: ignore[attr-defined]
+    found = fx.GraphModule(gm, graph)
+    vars(found).update({name: v for name, v in vars(gm).items() if name not in vars(found)})
+    found.meta = dict(gm.meta)
+    return found
+
+
+def keep_json(name: str, data: Any, is_written: bool = False) -> None:
+    """Add a file of Inductor's cache folder to its artifacts; write it, whole or not at all.
+
+    Args:
+        name: of the file, under :func:`cache_dir`.
+        data: anything of JSON.
+        is_written: whether the file is there already.
+    """
+    with private_torch():
+        from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact as Artifact
+        from torch.compiler._cache import CacheArtifactManager
+
+    # Artifacts of autotuning are JSON files under a name in the folder. A type of our own would be
+    # unknown to a process that loads artifacts before it imports this package, and torch then drops
+    # all of them.
+    if not is_written:
+        Artifact(name, Artifact.encode(data)).populate_cache()
+    CacheArtifactManager.record_artifact(Artifact.type(), name, data)

@@ -1,0 +1,276 @@
+"""Define the demo's options, and check them before any rank starts, without importing torch.
+
+Combine the ranks' reports into the demo's result, without importing torch.
+
+Format the demo's result, the dictionary that ``--json`` writes, without importing torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ..reports.base import aligned
+from ..testing.payloads import Payload, layout_differences, whole_digest
+from ..testing.target import check_options, option
+
+HEAD_DIM = 32
+"""Width of one attention head."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the demo.
+
+    ``batch`` is in sequences per rank and step, ``seq`` in tokens (bytes). ``channels`` and
+    ``chunk_bytes`` configure the ring simulator.
+
+    Raises:
+        ValueError: a value is out of range. The message begins with the option's name.
+    """
+
+    ranks: int = option(4, "processes to start")
+    nodes: int = option(2, "simulated nodes; divides the ranks")
+    steps: int = option(25, "optimizer steps")
+    layers: int = option(4, "transformer blocks")
+    dim: int = option(128, "model width, a multiple of 64")
+    backend: Literal["aot_eager", "inductor"] = option(
+        "aot_eager", "what compiles the graphs", choices=("aot_eager", "inductor")
+    )
+    reduce_dtype: Literal["bf16", "fp32"] = option(
+        "bf16", "dtype that gradients are reduced in", choices=("bf16", "fp32")
+    )
+    seed: int = option(0, "of the weights and of the choice of text")
+    timeout_s: float = option(900.0, "limit in seconds for all", "S")
+    batch: int = 2
+    seq: int = 64
+    lr: float = 3e-3
+    channels: int = 8
+    chunk_bytes: int = 512
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise ValueError(f"ranks must be at least 2, got {self.ranks}")
+        check_options(self)
+        if self.dim % (2 * HEAD_DIM):  # two query heads share one key/value head
+            raise ValueError(
+                f"dim must be a multiple of {2 * HEAD_DIM} (pairs of {HEAD_DIM} wide attention "
+                f"heads), got {self.dim}"
+            )
+
+
+WARMUP_STEPS = 3  # not timed: compilation, lazy initialization, first touches of memory
+
+
+@dataclass
+class RunRecord:
+    """One run on one rank: per step SHA-256 of the shards, loss, and wall time in milliseconds.
+
+    ``before`` and ``after`` are collectives per step before and after bucketing.
+    """
+
+    digests: list[str]
+    loss: list[float]
+    step_ms: list[float]
+    before: int
+    after: int
+    payloads: list[Payload] = field(default_factory=list)
+
+
+@dataclass
+class RankReport:
+    """One rank's runs by name, the model's numbers of weights, tensors and units, and torch."""
+
+    runs: dict[str, RunRecord]
+    model: dict[str, int]
+    torch: str
+
+
+def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """Return the demo's result as a JSON-ready dictionary."""
+    first = ranks[0]
+    hashes = {
+        name: list(map(whole_digest, zip(*(r.runs[name].digests for r in ranks), strict=True)))
+        for name in first.runs
+    }
+    runs, layout = {}, {}
+    for name, record in first.runs.items():
+        equal = [a == b for a, b in zip(hashes[name], hashes["eager"], strict=True)]
+        losses = zip(*(r.runs[name].loss for r in ranks), strict=True)
+        runs[name] = {
+            "collectives_before": record.before,
+            "collectives_after": record.after,
+            "steps_equal_to_eager": sum(equal),
+            "first_different_step": equal.index(False) + 1 if False in equal else None,
+            "loss": list(map(statistics.fmean, losses)),
+            "step_ms": statistics.median(record.step_ms[min(WARMUP_STEPS, settings.steps - 1) :]),
+        }
+        if name != "eager":
+            layout[name] = [
+                f"rank {rank}: {text}"
+                for rank, report in enumerate(ranks)
+                for text in layout_differences(
+                    report.runs["eager"].payloads, report.runs[name].payloads
+                )
+            ]
+    result: dict[str, Any] = {
+        "settings": asdict(settings),
+        "torch": first.torch,
+        "model": first.model,
+        "runs": runs,
+        "hashes": hashes,
+        "layout_differences": layout,
+    }
+    verdict = _inductor_verdict if settings.backend == "inductor" else _verdict
+    passed, texts = verdict(settings, runs, hashes)
+    result["passed"] = passed and (settings.backend != "inductor" or not layout["fsdp_order"])
+    result["findings"] = [_layout_text(layout["fsdp_order"]), *texts]
+    return result
+
+
+def _layout_text(differences: Sequence[str]) -> str:
+    if not differences:
+        return (
+            "Layout: every bucket's members and byte offsets equal those of eager FSDP2's param "
+            "groups, on every rank."
+        )
+    shown = "\n".join(f"  {text}" for text in differences[:5])
+    more = f"\n  and {len(differences) - 5} more" if len(differences) > 5 else ""
+    return f"Layout: {len(differences)} differences from eager FSDP2's param groups:\n{shown}{more}"
+
+
+def _verdict(
+    settings: Settings, runs: Mapping[str, Any], hashes: Mapping[str, Any]
+) -> tuple[bool, list[str]]:
+    """Return whether the weights equal eager's, and texts about both payload orders."""
+    steps, ours, control = settings.steps, runs["fsdp_order"], runs["graph_order"]
+    equal, first = ours["steps_equal_to_eager"], control["first_different_step"]
+    text = (
+        "PASS: with FSDP2's payload order the weights equal eager's, bit for bit, after "
+        f"{steps} of {steps} steps."
+    )
+    if equal < steps:
+        text = (
+            f"FAIL: with FSDP2's payload order the weights equal eager's after only {equal} of "
+            f"{steps} steps; they first differ at step {ours['first_different_step']}."
+        )
+    if first is not None:
+        why = (
+            f"they equal eager's after {control['steps_equal_to_eager']} of {steps} steps and "
+            f"first differ at step {first}. Only the payload order differs between these runs."
+        )
+    elif settings.nodes == 1:
+        why = "they equal eager's: on one node all channels have the same ring. Use --nodes 2."
+    elif settings.ranks == 2:
+        why = "they equal eager's: with two ranks, a + b is b + a. Use --ranks 4."
+    else:
+        why = "they equal eager's by chance. Use more --steps or a larger --dim."
+    return equal == steps, [text, f"Control: with graph order {why}"]
+
+
+def _inductor_verdict(
+    settings: Settings, runs: Mapping[str, Any], hashes: Mapping[str, Any]
+) -> tuple[bool, list[str]]:
+    """Return whether the run is reproducible, and texts about that and the distance to eager."""
+    again = [a == b for a, b in zip(hashes["fsdp_order"], hashes["fsdp_order_again"], strict=True)]
+    same = f"are the same after {settings.steps} of {settings.steps} steps"
+    if not all(again):
+        same = f"first differ at step {again.index(False) + 1}"
+    return all(again), [
+        f"{'Reproducible' if all(again) else 'NOT reproducible'}: compiled and trained again, the "
+        f"weights {same}.",
+        "Inductor's fused kernels keep values in fp32 that eager rounds to bf16, whatever the "
+        f"payload. {_loss_text(runs, 'fsdp_order')}",
+        "Set torch._inductor.config.emulate_precision_casts to round as eager does; the command "
+        "compare names the operators that still differ.",
+    ]
+
+
+def _loss_text(runs: Mapping[str, Any], name: str) -> str:
+    gaps = [abs(a - b) for a, b in zip(runs[name]["loss"], runs["eager"]["loss"], strict=True)]
+    return (
+        f"Loss against eager: at most {max(gaps):.2e} apart (step {gaps.index(max(gaps)) + 1}), "
+        f"{gaps[-1]:.2e} at the last step."
+    )
+
+
+_LABELS = {
+    "eager": "eager FSDP2",
+    "fsdp_order": "compiled, FSDP2 order",
+    "graph_order": "compiled, graph order",
+    "fsdp_order_again": "  FSDP2 order, again",
+}
+_HASH = 12
+
+
+def label(run: str) -> str:
+    """Return a run's display name."""
+    return _LABELS[run].strip()
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows of cells: the first column to the left, the others to the right."""
+    return "\n".join(aligned(rows, right=range(1, len(rows[0]))))
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """Format the report that the demo prints at its end."""
+    parts = [_heading(result), _hashes(result), _summary(result), *result["findings"]]
+    return "\n\n".join(parts)
+
+
+def _heading(result: Mapping[str, Any]) -> str:
+    settings, model = result["settings"], result["model"]
+    nodes = settings["nodes"]
+    per_node = settings["ranks"] // nodes
+    blocks = "1 block" if settings["layers"] == 1 else f"{settings['layers']} blocks"
+    return (
+        f"LLaMA-style model, {model['parameters']:,} weights in {model['tensors']} parameters and "
+        f"{model['units']} units ({blocks} and the root)\n"
+        f"bf16 parameters, {settings['reduce_dtype']} reductions, AdamW, "
+        f"{settings['batch']} x {settings['seq']} bytes of text per rank and step\n"
+        f"{settings['ranks']} ranks as {nodes} node{'s' if nodes > 1 else ''} x {per_node}, "
+        f"{settings['channels']} ring channels of {settings['chunk_bytes']} bytes\n"
+        f"torch {result['torch']}, backend {settings['backend']}"
+    )
+
+
+def _hashes(result: Mapping[str, Any]) -> str:
+    runs = result["runs"]
+    names = [name for name in runs if name != "eager"]
+    rows = [["step", label("eager"), *(label(name) for name in names)]]
+    for step, reference in enumerate(result["hashes"]["eager"]):
+        row = [f"{step + 1:>4}", reference[:_HASH]]
+        for name in names:
+            digest = result["hashes"][name][step]
+            row.append("equal" if digest == reference else digest[:_HASH])
+        rows.append(row)
+    return f"sha256 of all weights after each step (first {_HASH} digits)\n" + columns(rows)
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    runs = result["runs"]
+    steps = result["settings"]["steps"]
+    rows = [
+        ["", "collectives", "per step", "loss", "", "weights equal", "first", "step time"],
+        ["", "before", "after", "step 1", f"step {steps}", "to eager", "difference", "/ eager"],
+    ]
+    for name, run in runs.items():
+        first = run["first_different_step"]
+        equal = "" if name == "eager" else f"{run['steps_equal_to_eager']} of {steps}"
+        different = "" if name == "eager" else ("none" if first is None else f"step {first}")
+        rows.append(
+            [
+                _LABELS[name],
+                str(run["collectives_before"]),
+                str(run["collectives_after"]),
+                f"{run['loss'][0]:.6f}",
+                f"{run['loss'][-1]:.6f}",
+                equal,
+                different,
+                f"{run['step_ms'] / runs['eager']['step_ms']:.2f}",
+            ]
+        )
+    return columns(rows)

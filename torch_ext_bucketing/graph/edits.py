@@ -1,0 +1,197 @@
+"""Find calls in a graph, and insert calls with their fake values.
+
+Restore a graph after an error, or after a hook that changed it.
+
+::
+
+    with unchanged_on_error(graph):
+        ...  # an exception restores the graph, node for node
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+    """Insert a call at the graph's insertion point, with the metadata of ``like`` but its value."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta")}
+    node.meta["val"] = evaluate(node)
+    return node
+
+
+def contiguous_copy(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
+    """Insert a contiguous copy of ``value`` after it; see :func:`call` for ``like``."""
+    with graph.inserting_after(value):
+        layout = torch.contiguous_format
+        return call(graph, torch.ops.aten.clone.default, value, memory_format=layout, like=like)
+
+
+def evaluate(node: fx.Node, mode: Any = None) -> Any:
+    """Compute a node's fake value from its inputs' values.
+
+    Runs under ``mode``, or else under the fake mode of the first fake input.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    modes = (m for a in args if (m := getattr(a, "fake_mode", None)) is not None)
+    target: Any = node.target
+    with mode or next(modes, None) or torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """Return all calls that lead to ``nodes``, without these nodes themselves."""
+    found: dict[fx.Node, None] = {}
+    stack = [arg for node in nodes for arg in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op == "call_function":
+            found[node] = None
+            stack += node.all_input_nodes
+    return found
+
+
+class _Saved(NamedTuple):
+    op: str
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    type: Any
+    users: tuple[fx.Node, ...]
+    meta: dict[str, Any]
+
+    def is_other(self, node: fx.Node) -> bool:
+        """Return whether the node's operator, name, target or arguments have changed."""
+        same = (self.args is node.args, self.kwargs is node.kwargs, self.target is node.target)
+        return not all(same) or (self.op, self.name) != (node.op, node.name)
+
+
+class Snapshot:
+    """The nodes of a graph in order, each with its operator, arguments, users and metadata.
+
+    Metadata is copied one level deep.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        # ``fx`` replaces arguments and never modifies them, so references are enough.
+        self._graph = graph
+        self._saved = {
+            n: _Saved(
+                n.op, n.name, n.target, n.args, n.kwargs, n.type, tuple(n.users), dict(n.meta)
+            )
+            for n in graph.nodes
+        }
+
+    def difference(self) -> str:
+        """Return the name of the first node that differs, metadata aside; empty without one."""
+        for node, was in itertools.zip_longest(self._graph.nodes, self._saved):
+            if node is not was or self._saved[node].is_other(node):
+                return str((node or was).name)
+        return ""
+
+    def restore(self) -> None:
+        """Restore the graph.
+
+        All nodes are the same objects as before, except that a node that was erased comes back as a
+        new object with the old name.
+        """
+        graph = self._graph
+        there = dict.fromkeys(graph.nodes)
+        extra = [n for n in there if n not in self._saved]
+        for node in there:
+            if node not in self._saved or self._saved[node].is_other(node):
+                node.args, node.kwargs = (), {}  # so that no node uses the ones to be erased
+        for node in extra:
+            graph.erase_node(node)
+        now = {
+            node: node if node in there else graph.create_node(saved.op, saved.target)
+            for node, saved in self._saved.items()
+        }
+        for was, saved in self._saved.items():
+            node = now[was]
+            node.op, node.name, node.target, node.type = saved[:3] + (saved.type,)
+            node.meta.clear()
+            node.meta.update(saved.meta)
+            if node.args is not saved.args or node.kwargs is not saved.kwargs:
+                node.args, node.kwargs = fx.map_arg((saved.args, saved.kwargs), now.__getitem__)
+        for was, saved in self._saved.items():
+            users = tuple(now[user] for user in saved.users)
+            if users != tuple(now[was].users):
+                now[was].users.clear()
+                now[was].users.update(dict.fromkeys(users))
+        wanted = list(now.values())
+        if wanted != list(graph.nodes):
+            next(iter(graph.nodes)).prepend(wanted[0])
+            for before, node in itertools.pairwise(wanted):
+                before.append(node)
+
+
+@contextlib.contextmanager
+def unchanged_on_error(graph: fx.Graph) -> Iterator[None]:
+    """Restore the graph if the block raises, and raise on."""
+    snapshot = Snapshot(graph)
+    try:
+        yield
+    except BaseException:
+        snapshot.restore()
+        raise
+
+
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+
+
+class _NoCollectives(TorchDispatchMode):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in _NAMESPACES:
+            raise RuntimeError(
+                f"{self._what} called the collective {func}, which waits for ranks that may not be "
+                "compiling this graph: communicate before compiling"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
+    """Call hooks in the block that may read ``graph`` and write metadata, but nothing else.
+
+    Args:
+        graph: the graph.
+        hooks: the hooks by name. Values that are not callable are ignored.
+
+    Raises:
+        RuntimeError: a hook changed the graph, which is restored, or called a collective.
+    """
+    what = " or ".join(name for name, hook in hooks.items() if callable(hook))
+    if not what:
+        yield
+        return
+    snapshot = Snapshot(graph)
+    failed: Exception | None = None
+    try:
+        with _NoCollectives(what):
+            yield
+    except Exception as error:
+        failed = error
+    difference = snapshot.difference()
+    if difference:
+        snapshot.restore()
+        raise RuntimeError(
+            f"{what} changed the graph ({difference}); it may only read it. The graph was restored"
+        ) from failed
+    if failed is not None:
+        raise failed

@@ -1,0 +1,390 @@
+"""A graph, given as such or in its module.
+
+Pause Python's cycle collector while a graph is rewritten or modeled.
+
+Both create hundreds of thousands of objects that stay alive. The collector would walk over them and
+over all of torch again and again, and find nothing. That takes a fifth of a pass's time.
+
+Classify single nodes: collectives, waits, views, compute; read a collective's group and bytes.
+
+Only a wait's start and a collective's input are read beside the node itself. Tags are in
+:mod:`.graph.tags`, dependencies in :mod:`.graph.dependencies`.
+
+Recognize torch's copies between a device and host memory.
+
+torch has three operators for them: ``ao.offload`` and ``ao.reload`` start a copy, and
+``ao.wait_tensor`` waits for it. Their targets are compared by name, since torch registers them only
+when they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import operator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from .._torch.estimates import size_hint
+from .._torch.process_groups import group_by_name
+
+GraphLike: TypeAlias = fx.GraphModule | fx.Graph
+
+
+def graph_of(gm: GraphLike) -> fx.Graph:
+    """Return the graph of a module, or the graph itself."""
+    return gm.graph if isinstance(gm, fx.GraphModule) else gm
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """Disable the cycle collector in the block, unless it is disabled already."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+"""The kinds that buckets merge."""
+# The default of every ``kinds=``. Tensor parallelism all-reduces gradients of replicated parameters
+# before FSDP scatters them. Merging these would change their bits, so all-reduces are opt-in.
+FSDP_KINDS: tuple[Kind, ...] = KINDS[:2]
+
+_c10d = torch.ops._c10d_functional
+
+
+class CollectiveType(NamedTuple):
+    """One kind of collective: its operators, the bytes that it moves, its names.
+
+    Args:
+        short: its name in reports.
+        targets: torch's functional operators; the first one is out of place.
+        arguments: of the first operator, between input and group, by the number of ranks and the
+            number of rows in a rank's part of the buffer.
+        whole_input: whether a rank's input is the whole buffer; else it is one part per rank.
+        whole_output: the same for its output.
+        rounds: how often a ring moves the buffer past each rank. 0: no ring; each rank sends to
+            every other one, and ranks may send different amounts.
+        launches: c10d's operators that launch it, as torch's profiler names them.
+        input_at: the place of the input among their arguments; the output's is 0.
+    """
+
+    short: str
+    targets: tuple[Any, ...]
+    arguments: Callable[[int, int], tuple[Any, ...]]
+    whole_input: bool
+    whole_output: bool
+    rounds: int
+    launches: tuple[str, ...] = ()
+    input_at: int = 1
+
+
+COLLECTIVES = {
+    "all_gather": CollectiveType(
+        "AG",
+        (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default),
+        lambda ranks, part: (ranks,),
+        whole_input=False,
+        whole_output=True,
+        rounds=1,
+        launches=("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"),
+    ),
+    "reduce_scatter": CollectiveType(
+        "RS",
+        (_c10d.reduce_scatter_tensor.default,),
+        lambda ranks, part: ("sum", ranks),
+        whole_input=True,
+        whole_output=False,
+        rounds=1,
+        launches=("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_"),
+    ),
+    "all_reduce": CollectiveType(
+        "AR",
+        (_c10d.all_reduce.default, _c10d.all_reduce_.default),
+        lambda ranks, part: ("sum",),
+        whole_input=True,
+        whole_output=True,
+        rounds=2,
+        launches=("c10d::allreduce_", "c10d::allreduce_coalesced_"),
+        input_at=0,
+    ),
+    "all_to_all": CollectiveType(
+        "A2A",
+        (_c10d.all_to_all_single.default,),
+        lambda ranks, part: ([part] * ranks, [part] * ranks),
+        whole_input=True,
+        whole_output=True,
+        rounds=0,
+        launches=("c10d::alltoall_base_",),
+    ),
+}
+"""All kinds. Another one is a row: times, traces, measurements and reports follow it."""
+
+_KIND_OF_TARGET: dict[Any, str] = {t: kind for kind, c in COLLECTIVES.items() for t in c.targets}
+_MERGED_KIND_OF_TARGET: dict[Any, Kind] = {t: k for k in KINDS for t in COLLECTIVES[k].targets}
+
+
+def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
+    """Return ``kinds`` in the order of :data:`KINDS`, each once; raise a ValueError for others."""
+    if isinstance(kinds, str) or any(k not in KINDS for k in kinds):
+        raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+    return tuple(k for k in KINDS if k in kinds)
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """Return the kind of the collective that ``node`` launches; None where no bucket merges it."""
+    return _MERGED_KIND_OF_TARGET.get(node.target) if node.op == "call_function" else None
+
+
+def collective_kind(node: fx.Node) -> str | None:
+    """Return the row of :data:`COLLECTIVES` that ``node`` launches a collective of, or None."""
+    return _KIND_OF_TARGET.get(node.target) if node.op == "call_function" else None
+
+
+_BUILTIN_MODULES = ("_operator", "builtins", "math")
+_COPIES_NOTHING = frozenset(
+    {
+        operator.getitem,
+        _c10d.wait_tensor.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.lift_fresh_copy.default,
+    }
+)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Return whether ``node`` launches communication, of any row of :data:`COLLECTIVES`."""
+    return collective_kind(node) is not None
+
+
+def started_by(wait: fx.Node) -> fx.Node | None:
+    """Return the collective that ``wait`` waits for; None for other nodes."""
+    start = next(iter(wait.all_input_nodes), None) if is_wait(wait) else None
+    return start if start is not None and is_collective(start) else None
+
+
+_ASSERTIONS = frozenset(
+    {
+        torch._assert,
+        torch._assert_async,
+        torch._check,
+        torch._check_is_size,
+        torch.ops.aten._assert_async.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten._assert_tensor_metadata.default,
+        torch.ops.aten.sym_constrain_range.default,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+    }
+)
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Return whether ``node`` only checks its inputs, or gives the compiler facts about them."""
+    return node.op == "call_function" and node.target in _ASSERTIONS
+
+
+def is_number(node: fx.Node) -> bool:
+    """Return whether ``node`` computes a number, such as a size, unknown at compile time."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _gives_a_size(target: Any) -> bool:
+    """Return whether an operator, such as ``aten.sym_size``, computes a number on the CPU."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "aten" and target._opname.startswith("sym_")
+    name = getattr(target, "__name__", "").removeprefix("_")
+    return getattr(target, "__module__", "") == "torch" and name.startswith("sym_")
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether ``node`` launches no kernel."""
+    target = node.target
+    if node.op != "call_function" or target in _COPIES_NOTHING:
+        return True
+    if is_assertion(node):
+        return "_assert_async" not in str(target)  # this one runs a kernel that reads the values
+    if _gives_a_size(target):
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target.is_view or target.namespace == "profiler")
+    return getattr(target, "__module__", "") in _BUILTIN_MODULES
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Return whether ``node`` is a matrix product, an attention or a convolution.
+
+    These are the operators with a FLOP count in torch, and the grouped products of experts.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    target: Any = node.target
+    return node.op == "call_function" and (
+        getattr(target, "overloadpacket", None) in flop_registry
+        or target in flop_registry
+        or is_grouped_product(node)
+    )
+
+
+def is_grouped_product(node: fx.Node) -> bool:
+    """Return whether ``node`` is ``_grouped_mm`` or one of its scaled forms."""
+    name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name.startswith("aten::") and "_grouped_mm" in name
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """List the tensors of a node's ``meta["val"]``, in order."""
+    if isinstance(value, torch.Tensor):  # the common case, and pytree functions are slow
+        return [value]
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+
+
+def bucket_key(start: fx.Node) -> tuple[Any, ...]:
+    """Return what members of one bucket must share."""
+    value, kind = start.meta["val"], kind_of(start)
+    # All-gathers of several dtypes merge as bytes.
+    dtype = None if kind == "all_gather" else value.dtype
+    return (kind, group_name(start), reduce_op(start), dtype, str(value.device))
+
+
+def group_name(start: fx.Node) -> str:
+    """Return the name of a collective's process group, which may be a node of the graph."""
+    name = argument(start, "group_name")
+    return str(name if isinstance(name, str) else name.meta["val"].group_name)
+
+
+def set_group_name(start: fx.Node, name: str) -> None:
+    """Move a collective to another process group with the same ranks."""
+    if "group_name" in start.kwargs:
+        start.update_kwarg("group_name", name)
+    else:
+        start.update_arg(start.args.index(argument(start, "group_name")), name)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return an argument of an operator's call by name; None without one."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = [a.name for a in target._schema.arguments if not a.kwarg_only]
+    at = names.index(name) if name in names else len(node.args)
+    return node.args[at] if at < len(node.args) else None
+
+
+def collective_group(node: fx.Node) -> str | None:
+    """Return the name of the process group of any functional collective.
+
+    None for other nodes, and if the group is a node of the graph.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
+        return None
+    group = argument(node, "group_name")
+    return group if isinstance(group, str) else None
+
+
+def group_size(start: fx.Node) -> int:
+    """Return the number of ranks in a collective's process group."""
+    given = argument(start, "group_size")
+    return int(group_by_name(group_name(start)).size() if given is None else given)
+
+
+def reduce_op(start: fx.Node) -> str | None:
+    """Return ``"avg"``, ``"sum"``, ...; None for an all-gather."""
+    op = argument(start, "reduce_op")
+    return None if op is None else str(op)
+
+
+def wire_bytes(start: fx.Node) -> int:
+    """Return the bytes that count against a byte cap: those of the larger of input and output."""
+    return max(
+        size_hint(node.meta["val"].numel(), f"collective bucket {what} size")
+        * node.meta["val"].element_size()
+        for node, what in ((start, "output"), (start.all_input_nodes[0], "input"))
+    )
+
+
+def sent_as_bytes(start: fx.Node) -> torch.dtype | None:
+    """Return the 8-bit dtype of values that a collective sends as ``uint8``; None otherwise."""
+    node: Any = start.all_input_nodes[0]
+    while isinstance(node, fx.Node) and (
+        is_view(node) or node.target is torch.ops.aten.clone.default
+    ):
+        if node.target is torch.ops.aten.view.dtype:
+            dtype: torch.dtype = node.all_input_nodes[0].meta["val"].dtype
+            return dtype if dtype.itemsize == 1 else None
+        node = next(iter(node.all_input_nodes), None)
+    return None
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Return whether ``node`` is a ``wait_tensor``."""
+    return node.op == "call_function" and node.target is _c10d.wait_tensor.default
+
+
+def only_wait(start: fx.Node) -> fx.Node | None:
+    """Return the wait for a collective if no other node reads it, else None."""
+    users = list(start.users)
+    return users[0] if len(users) == 1 and is_wait(users[0]) else None
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Return the bytes of a tensor whose sizes are numbers."""
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.element_size())
+
+
+TO_HOST, FROM_HOST = HOST_STREAMS = "to host", "from host"
+"""The streams of the copies, in the place of a process group's name."""
+_STREAMS = {"offload": TO_HOST, "reload": FROM_HOST}
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    is_copy = isinstance(target, torch._ops.OpOverload) and target.namespace == "ao"
+    return target._opname if is_copy else ""  # type: ignore[union-attr]
+
+
+def host_stream(node: fx.Node) -> str | None:
+    """Return the stream of the copy that ``node`` starts; None for other nodes."""
+    return _STREAMS.get(_name(node))
+
+
+def is_host_wait(node: fx.Node) -> bool:
+    """Return whether ``node`` waits for a copy."""
+    return _name(node) == "wait_tensor"
+
+
+def launched_by(wait: fx.Node) -> fx.Node | None:
+    """Return the collective or the copy that ``wait`` waits for; None for other nodes."""
+    start = wait.args[0] if is_host_wait(wait) else started_by(wait)
+    return start if isinstance(start, fx.Node) else None
+
+
+def is_on_host(node: fx.Node) -> bool:
+    """Return whether the value of ``node`` is in host memory, because it is parked there."""
+    if node.op == "placeholder":
+        return any(host_stream(user) == FROM_HOST for user in node.users)
+    start = node.args[0] if is_host_wait(node) else node
+    return isinstance(start, fx.Node) and host_stream(start) == TO_HOST
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return what torch allocates for ``nbytes`` of pinned memory: the next power of two.
+
+    That is the default of its allocator (``ATen/core/CachingHostAllocator.h``).
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0

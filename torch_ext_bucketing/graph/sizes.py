@@ -1,0 +1,327 @@
+"""Replace sizes that depend on data, such as the number of tokens of an expert, by numbers.
+
+Estimates of time and memory need a number for every size. A size that is known only when the graph
+runs is an expression of symbols (``8*u0``). Each symbol gets one number: the caller's, or torch's
+hint (``torch._dynamo.decorators.mark_unbacked``), or :data:`DEFAULT`, clamped to the range that
+torch knows for the symbol. So sizes stay in proportion, and all ranks with the same hints use the
+same numbers. Only orders and byte caps depend on them.
+
+Note what a node costs where its sizes depend on the rank, so that all ranks plan alike.
+
+Find the nodes that differ between ranks: shards of parameters whose rows do not divide evenly.
+
+The last ranks have fewer rows, or none. They pad a shard before it is gathered, and cut gradients::
+
+    rank 0    w [3] -> to bf16 ----------> all_gather      reduce_scatter -> wait ----------> output
+    rank 1    w [2] -> to bf16 -> pad 1 -> all_gather      reduce_scatter -> wait -> [0:2] -> output
+
+All ranks still must decide alike. So if a graph has such parameters, estimates ignore how a rank
+handles its own shards:
+
+- The nodes take no time.
+- A shard has the bytes of the largest rank's: the rows after the pad, or before the cut.
+- Copies between a shard and its gather have no bytes, except before a pad.
+
+The norm of gradients and updates of parameters have the largest rank's cost instead
+(:mod:`.work`): they take time.
+
+Ranks with full shards find such parameters, too, since all ranks cut gathered parameters and pad
+gradients before they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.fx as fx
+
+from .._torch.symbols import size_with, symbol_facts
+from .nodes import group_size, is_compute, is_wait, kind_of, tensors_in
+from .tags import note, noted
+from .values import is_move
+
+DEFAULT = 8192
+"""Inductor's default, too (``torch._inductor.config.unbacked_symint_fallback``)."""
+
+GivenHints: TypeAlias = "int | Callable[[Any], int] | None"
+
+
+def check_size_hints(given: object) -> None:
+    """Check the ``size_hints`` of :func:`.backend`.
+
+    Raises:
+        TypeError: neither an int, nor a callable, nor None.
+        ValueError: negative.
+    """
+    if given is None or callable(given):
+        return
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(
+            f"size_hints must be a whole number or a callable of an expression, got {given!r}"
+        )
+    if given < 0:
+        raise ValueError(f"size_hints must be at least 0, got {given!r}")
+
+
+class SizeHints:
+    """Numbers for symbolic sizes.
+
+    Args:
+        given: a number for every symbol that depends on data, or a callable that returns one for a
+            symbol, given as a sympy expression (``u0``). See :func:`check_size_hints`.
+
+    Attributes:
+        used: the number of each symbol that was needed, by name.
+        problems: errors of the callable, each replaced by the default.
+    """
+
+    def __init__(self, given: GivenHints = None) -> None:
+        check_size_hints(given)
+        self.given = given
+        self.used: dict[str, int] = {}
+        self.problems: list[str] = []
+
+    @staticmethod
+    def of(given: SizeHints | GivenHints) -> SizeHints:
+        """Return ``given`` as size hints."""
+        return given if isinstance(given, SizeHints) else SizeHints(given)
+
+    def __call__(self, size: Any) -> int:
+        """Return ``size`` as a number of at least 0."""
+        if isinstance(size, int):
+            return size
+        try:
+            return max(0, size_with(size, self._number))
+        except (ArithmeticError, TypeError, ValueError):
+            return DEFAULT  # for instance a division by a symbol whose number is 0
+
+    def concrete(self, value: Any) -> Any:
+        """Replace symbolic sizes in ``value`` by numbers.
+
+        A tensor with symbolic sizes becomes one on the meta device.
+        """
+        if isinstance(value, torch.SymInt):
+            return self(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.concrete, value))
+        if not isinstance(value, torch.Tensor) or all(isinstance(n, int) for n in value.shape):
+            return value
+        return torch.empty(tuple(map(self, value.shape)), dtype=value.dtype, device="meta")
+
+    def _number(self, symbol: Any, env: Any) -> int:
+        name = str(symbol)
+        if name not in self.used:
+            hint, least, most = symbol_facts(symbol, env)
+            number = self._given(symbol)
+            if number is None:
+                number = DEFAULT if hint is None else int(hint)
+            number = max(number, least)
+            self.used[name] = number if most is None else min(number, most)
+        return self.used[name]
+
+    def _given(self, symbol: Any) -> int | None:
+        if not callable(self.given):
+            return self.given
+        try:
+            number = self.given(symbol)
+            check_size_hints(number)
+        except Exception as error:  # an estimate must not fail the compile
+            self.problems.append(f"size_hints({symbol}): {type(error).__name__}: {error}")
+            return None
+        return None if callable(number) else number
+
+    def to_text(self) -> str:
+        """Format the numbers used for symbols in one line; empty without symbols."""
+        if not self.used:
+            return ""
+        by_number: dict[int, list[str]] = {}
+        for name in sorted(self.used, key=lambda n: (len(n), n)):
+            by_number.setdefault(self.used[name], []).append(name)
+        parts = []
+        for number, names in by_number.items():
+            shown = names if len(names) <= 4 else [*names[:3], f"... {len(names)} in all"]
+            parts.append(f"{number} for {', '.join(shown)}")
+        source = "by default" if self.given is None else "as given"
+        return f"sizes that depend on data, {source}: {'; '.join(parts)}"
+
+
+_KEY = "bucketing_work"
+
+
+class Work(NamedTuple):
+    """The cost of a node on the most expensive rank.
+
+    Args:
+        result: bytes of its result.
+        moved: bytes that it reads and writes; None: those of its inputs and its result.
+        flops: floating-point operations in bfloat16, where ``moved`` is given.
+    """
+
+    result: int
+    moved: int | None = None
+    flops: int = 0
+
+
+def set_work(node: fx.Node, work: Work) -> None:
+    """Note what ``node`` costs, in place of what its own sizes are."""
+    note(node, _KEY, work)
+
+
+def work_of(node: fx.Node) -> Work | None:
+    """Return what was noted; None for nodes that cost what their sizes are."""
+    found: Work | None = noted(node, _KEY)
+    return found
+
+
+def result_bytes(node: fx.Node, hints: SizeHints) -> int:
+    """Count the bytes of the tensors that a node returns."""
+    work = work_of(node)
+    if work is not None:
+        return work.result
+    values = tensors_in(node.meta.get("val"))
+    return sum(hints(t.numel()) * t.dtype.itemsize for t in values)
+
+
+_aten = torch.ops.aten
+_Elements = Callable[[fx.Node], int]
+"""The number of elements of a node's result."""
+
+
+@dataclass(frozen=True)
+class ShardSide:
+    """The nodes of a graph that may be different on other ranks; none if all shards are even.
+
+    Args:
+        nodes: the nodes that only handle this rank's shards, inputs included: those before gathers
+            without computation, and those between reductions and the outputs.
+        elements: maps nodes to the number of elements that the largest rank has of the parameter or
+            gradient. Nodes that only some ranks have, and unused inputs, have no entry.
+    """
+
+    nodes: dict[fx.Node, None] = field(default_factory=dict)
+    elements: dict[fx.Node, int] = field(default_factory=dict)
+
+
+def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
+    """Find the nodes of a graph that may be different on other ranks.
+
+    ``hints`` only affect :attr:`ShardSide.elements`.
+    """
+
+    def elements(node: fx.Node) -> int:
+        value = node.meta.get("val")
+        return numbers(value.numel()) if isinstance(value, torch.Tensor) else 0
+
+    numbers = hints or SizeHints()
+    nodes = list(graph.nodes)
+    starts = [n for n in nodes if kind_of(n) is not None]
+    if not any(map(_is_uneven, starts)):
+        return ShardSide()
+    free: dict[fx.Node, bool] = {}  # depends on neither computation nor communication
+    reduced: dict[fx.Node, None] = {}  # made from the result of one reduction alone
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if node.op != "call_function":
+            free[node] = node.op in ("placeholder", "get_attr")
+        elif is_wait(node):
+            free[node] = False
+            if kind_of(inputs[0]) in ("reduce_scatter", "all_reduce"):
+                reduced[node] = None
+        else:
+            local = kind_of(node) is None and not is_compute(node)
+            free[node] = local and all(free.get(n) for n in inputs)
+            if local and len(inputs) == 1 and inputs[0] in reduced:
+                reduced[node] = None
+    ours: dict[fx.Node, bool] = {}
+    for node in reversed(nodes):
+        local = free[node] or (node in reduced and not is_wait(node))
+        ours[node] = local and all(
+            user.op == "output"
+            or ours.get(user)
+            or kind_of(user) == "all_gather"
+            or work_of(user) is not None
+            for user in node.users
+        )
+    # A gather's output buffer has the same size on every rank.
+    buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
+    found = {n: None for n in nodes if ours[n] and n not in buffers}
+    return ShardSide(found, _parameters(found, elements) | _gradients(found, reduced, elements))
+
+
+def _parameters(ours: dict[fx.Node, None], elements: _Elements) -> dict[fx.Node, int]:
+    """Map each input to its largest number of elements on the way to its pack or gather."""
+    largest: dict[fx.Node, int] = {}
+    for node in reversed(ours):
+        onwards = (user for user in node.users if _is_pad(user) or _one_to_one(user, elements))
+        largest[node] = max([elements(node), *(largest.get(user, 0) for user in onwards)])
+    return {n: largest[n] for n in ours if n.op in ("placeholder", "get_attr") and n.users}
+
+
+def _gradients(
+    ours: dict[fx.Node, None], reduced: dict[fx.Node, None], elements: _Elements
+) -> dict[fx.Node, int]:
+    """Map each gradient to its number of elements before it is cut."""
+    whole: dict[fx.Node, int] = {}
+    for node in ours:
+        if node in reduced:
+            whole[node] = elements(node)
+            if _is_cut(node) or _one_to_one(node, elements):
+                source = node.all_input_nodes[0]
+                whole[node] = whole.get(source) or elements(source)
+    return whole
+
+
+def _one_to_one(node: fx.Node, elements: _Elements) -> bool:
+    """Return whether ``node`` has the elements of its only input, in another shape or dtype."""
+    if len(node.all_input_nodes) != 1 or not is_move(node):
+        return False
+    return elements(node) == elements(node.all_input_nodes[0])
+
+
+def _is_uneven(start: fx.Node) -> bool:
+    """Return whether a gather's result is cut, or a gradient padded to be reduced.
+
+    Less than one row per rank is cut, alone or in a bucket. All ranks find the same.
+    """
+    kind = kind_of(start)
+    if kind == "all_gather":
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            for user in node.users:
+                if _is_cut(user) and _misses_rows(node, user, group_size(start)):
+                    return True
+                if is_move(user):
+                    stack.append(user)
+    elif kind == "reduce_scatter":
+        stack = list(start.all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if _is_pad(node):
+                return True
+            if is_move(node):
+                stack += node.all_input_nodes
+    return False
+
+
+def _is_cut(node: fx.Node) -> bool:
+    """Return whether ``node`` slices the first rows of its input."""
+    return node.target is _aten.slice.Tensor and (*node.args, 0, 0)[1:3] == (0, 0)
+
+
+def _is_pad(node: fx.Node) -> bool:
+    """Return whether ``node`` pads its input, or concatenates it with a new tensor."""
+    if node.target is _aten.cat.default:
+        return any(not n.all_input_nodes and n.op == "call_function" for n in node.all_input_nodes)
+    return node.target is _aten.constant_pad_nd.default
+
+
+def _misses_rows(whole: fx.Node, cut: fx.Node, fewer_than: int) -> bool:
+    """Return whether ``cut`` has fewer rows than ``whole``, but not by ``fewer_than`` or more."""
+    before, after = (n.meta["val"].shape[0] for n in (whole, cut))
+    if not isinstance(before, int) or not isinstance(after, int):
+        return False  # an activation; a parameter's sizes are numbers
+    return 0 < before - after < fewer_than

@@ -1,0 +1,97 @@
+"""Merge the all-reduces that find the parameters' largest values (amax).
+
+A weight that is scaled to 8 bits by its largest value needs the maximum over all shards first. That
+is a small all-reduce before every all-gather, each as long as the network's latency. This merges
+them into one per process group::
+
+    w1 -> max -> all_reduce -> wait -> ... -> mul -> ag      w1 -> max \
+                                                                        cat -> all_reduce -> ...
+    w2 -> max -> all_reduce -> wait -> ... -> mul -> ag      w2 -> max /
+
+A maximum is exact, so bits do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch.fx as fx
+
+from .._torch.inductor import sort_topologically
+from ..bucketing.pack import pack
+from ..graph.analysis import unmergeable
+from ..graph.dependencies import Writes
+from ..graph.edits import ancestors, unchanged_on_error
+from ..graph.nodes import GraphLike, bucket_key, graph_of, kind_of, reduce_op
+from ..graph.tags import tag_of
+from ..reports.base import LeftAlone
+from ..reports.compile import RewriteReport
+from .base import GraphPass, Stage
+from .facts import Tags
+
+if TYPE_CHECKING:
+    from .compilation import Compilation
+
+
+@dataclass(frozen=True)
+class AmaxReport(RewriteReport):
+    """The result of :class:`.MergeAmax` on one graph.
+
+    Args:
+        merged: number of all-reduces in each merged one.
+        left: other all-reduces, with the parameters whose gathers wait for them.
+    """
+
+    rewrite = heading = "largest values merged"
+    merged: tuple[int, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        return [f"{number} all-reduces -> 1" for number in self.merged]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MergeAmax(GraphPass):
+    """Find the largest values of all parameters with one all-reduce per process group.
+
+    For parameters that are gathered in 8 bits, scaled by their largest value; see
+    :mod:`.rewrites.merge_amax`. The first all-gather then waits for all largest values. Put the
+    pass after :class:`.CombineUses`.
+    """
+
+    stage: ClassVar[Stage] = "joint"
+    requires = (Tags,)
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        g = graph_of(graph)
+        found: dict[fx.Node, dict[str, None]] = {}
+        for start in g.nodes:
+            tag = tag_of(start)
+            if tag is not None and kind_of(start) == "all_gather":
+                for node in ancestors([start]):
+                    if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
+                        found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
+        if not found:
+            return
+        groups: dict[Any, list[fx.Node]] = {}
+        left: list[LeftAlone] = []
+        writes = Writes(g.nodes).unordered
+        for node in [n for n in g.nodes if n in found]:
+            why = "the graph writes to tensors" if writes else unmergeable(node)
+            if not why and any(other in found for other in ancestors([node])):
+                why = "it depends on another of these all-reduces"
+            if why:
+                left.append(LeftAlone(tuple(found[node]), why, node.name))
+            else:
+                groups.setdefault(bucket_key(node), []).append(node)
+        merged = [members for members in groups.values() if len(members) > 1]
+        with unchanged_on_error(g):
+            for members in merged:
+                pack(g, members, members, members[-1].next)
+            if merged:
+                sort_topologically(g)
+                g.lint()
+        if merged or left:
+            report = AmaxReport(tuple(map(len, merged)), tuple(left))
+            compilation.report.rewrites.append(report)

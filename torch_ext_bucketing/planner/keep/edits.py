@@ -1,0 +1,192 @@
+"""Add to the models of a joint graph what a unit kept in part changes.
+
+Each rank keeps what backward gathers in a smaller group (:mod:`.rewrites.reshard_to`)::
+
+    whole again   w -> pack -> gather(all) -> wait -> copies           holds nothing
+    in part       part -> pack -> gather(smaller) -> wait -> copies    holds the part
+
+Add to a choice's models the copies of activations to host memory and back.
+
+::
+
+    forward    x = relu(y)   TO HOST(x)   z = mm(x, w)   ...   wait           x is freed
+    backward   FROM HOST(x)  ...   wait   threshold_backward(g, x)            x is allocated again
+
+The copies are nodes on two streams, and schedules place them: to host memory as soon as the value
+is there, back as gathers are prefetched. torch's partitioner makes the same nodes
+(:mod:`.passes.park`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.fx as fx
+
+from ...graph.liveness import Storages
+from ...graph.nodes import FROM_HOST, TO_HOST
+from ...graph.tags import tag_of
+from ...passes.reshard_to import Smaller
+from ..cost.cost import Costs
+from ..schedule.model import Model, Row
+from .keepables import Keepable
+
+
+@dataclass(frozen=True)
+class Part:
+    """The changes in both halves if a part is kept.
+
+    Args:
+        made: by held storage, the place in forward of the wait after which it is allocated.
+        read: by held storage, the last place in backward that reads it.
+        copy_ms: by place in forward, milliseconds of the copies made there.
+        changes: by place in backward, the changed fields of its :class:`.Row`.
+        more: by place of a pack in backward, additional bytes that it allocates.
+    """
+
+    made: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
+    copy_ms: dict[int, float] = field(default_factory=dict)
+    changes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    more: dict[int, int] = field(default_factory=dict)
+
+
+def with_parts(
+    forward: Model, backward: Model, keepables: Sequence[Keepable], costs: Costs, smaller: Smaller
+) -> tuple[tuple[Model, Model], list[Keepable], dict[int, Part]]:
+    """Make a part of each unit with buckets that can be gathered in ``smaller``.
+
+    Returns:
+        Models of both halves with the parts' storages; the parts, to be appended to ``keepables``;
+        and by their future indices what keeping one changes.
+    """
+    live, nodes = backward.liveness, backward.dependencies.nodes
+    owner = {n: k for k, one in enumerate(keepables) if one.held for n in one.starts}
+    made: dict[fx.Node, int] = {}
+    for i, start in enumerate(forward.start_of):
+        if start >= 0:
+            first = forward.dependencies.nodes[start]
+            made.update(dict.fromkeys(forward.members.get(start, (first,)), i))
+    wait_of = {start: i for i, start in enumerate(backward.start_of)}
+    size = [*live.size, *[0] * max(0, len(forward.liveness.size) - len(live.size))]
+
+    def storage(nbytes: int) -> int:
+        size.append(nbytes)
+        return len(size) - 1
+
+    found: dict[int, list[tuple[int, tuple[fx.Node, ...]]]] = {}
+    for place, node in enumerate(nodes):
+        members = backward.members.get(place, (node,))
+        fits = all(m in made and m in smaller.starts for m in members)
+        if node in owner and backward.group[place] is not None and fits:
+            found.setdefault(owner[node], []).append((place, members))
+    made_parts, parts = list[Keepable](), dict[int, Part]()
+    for k, buckets in sorted(found.items()):
+        part, held = Part(), list[int]()
+        for place, members in buckets:
+            packs = [j for j in backward.dependencies.needs[place] if nodes[j] is members[0]]
+            mine = []
+            for member in members:
+                nbytes = costs.result_bytes(member) // smaller.ranks
+                mine.append(s := storage(nbytes))
+                part.made[s] = made[member]
+                part.read[s] = packs[0] if packs else wait_of[place]
+                copy_ms = part.copy_ms.get(made[member], 0.0)
+                part.copy_ms[made[member]] = copy_ms + costs.copy(nbytes)
+            given = sum(size[s] for s in mine)
+            moved = given * (1 + smaller.ranks)
+            ms = costs.as_kind("all_gather", members[0], moved, smaller.group)
+            part.changes[place] = {"ms": ms, "group": smaller.group}
+            if packs:
+                buffer, before = live.allocates[packs[0]]
+                part.more[packs[0]] = given - size[before]
+                new = buffer, storage(given)
+                ms = costs.pack(given, given)
+                row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
+                part.changes[packs[0]] = row
+            else:
+                both = {"touches": (*live.allocates[place], *mine)}
+                part.changes[place].update(both)
+                part.changes[wait_of[place]] = both
+            held += mine
+        whole = keepables[k]
+        starts = tuple(m for _, members in buckets for m in members)
+        fqns = tuple(f for n in starts if (tag := tag_of(n)) is not None for f in tag.fqns)
+        name = f"{whole.name} over {smaller.ranks} ranks"
+        nbytes = sum(size[s] for s in held)
+        parts[len(keepables) + len(parts)] = part
+        made_parts.append(Keepable(name, starts, (), fqns, nbytes, tuple(held), k))
+    groups = [*filter(None, backward.group), smaller.group]
+    backward = replace(
+        backward,
+        liveness=Storages(size, live.allocates, live.touches, live.kept, live.at_start),
+        shared=costs.shared_levels(groups),
+    )
+    first = forward.liveness
+    size = [*first.size, *size[len(first.size) :]]
+    stays = Storages(size, first.allocates, first.touches, first.kept, first.at_start)
+    return (replace(forward, liveness=stays), backward), made_parts, parts
+
+
+def with_copies(
+    forward: Model, backward: Model, parked: Mapping[int, fx.Node], costs: Costs
+) -> tuple[Model, Model]:
+    """Return the models of both halves with the copies of some saved storages.
+
+    Args:
+        parked: by storage, the node of forward that makes it. Backward reads it.
+    """
+    return _to_host(forward, parked, costs), _from_host(backward, parked, costs)
+
+
+def _to_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model:
+    live, rows = model.liveness, _Rows(model)
+    last = {s: i for i, touched in enumerate(live.touches) for s in parked.keys() & touched}
+    start: dict[int, int] = {}
+    for i, (new, touched) in enumerate(zip(live.allocates, live.touches, strict=True)):
+        rows.add_old(i)
+        for s in (s for s in new if s in parked):
+            ms = costs.host_copy(live.size[s])
+            start[s] = rows.add(Row(parked[s], (rows.at[i],), (), (s,), ms, TO_HOST))
+        for s in (s for s in touched if last.get(s) == i):
+            rows.add(_wait(parked[s], s, start[s]))
+    return rows.built(replace(live, kept={s: None for s in live.kept if s not in parked}))
+
+
+def _from_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model:
+    live, rows = model.liveness, _Rows(model)
+    there: dict[int, int] = {}
+    for i, touched in enumerate(live.touches):
+        mine = [s for s in touched if s in parked]
+        for s in (s for s in mine if s not in there):
+            ms = costs.host_copy(live.size[s])
+            start = rows.add(Row(parked[s], (), (s,), (s,), ms, FROM_HOST))
+            there[s] = rows.add(_wait(parked[s], s, start))
+        rows.add_old(i, [there[s] for s in mine])
+    return rows.built(replace(live, at_start=live.at_start - sum(live.size[s] for s in parked)))
+
+
+def _wait(node: fx.Node, s: int, start: int) -> Row:
+    return Row(node, (start,), (), (s,), start_of=start, view=True)
+
+
+class _Rows:
+    """The rows of a model with others between them; ``at`` maps old places to new ones."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._rows = model, list[Row]()
+        self.at = [-1] * len(model)
+
+    def add(self, row: Row) -> int:
+        self._rows.append(row)
+        return len(self._rows) - 1
+
+    def add_old(self, i: int, more: Collection[int] = ()) -> None:
+        row = self._model.row(i, self.at)
+        self.at[i] = self.add(row._replace(needs=[*row.needs, *more]))
+
+    def built(self, live: Storages) -> Model:
+        members = {self.at[i]: starts for i, starts in self._model.members.items()}
+        return self._model.rebuilt(self._rows, members, live.size, live.kept, live.at_start)

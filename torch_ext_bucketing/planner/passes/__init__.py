@@ -1,1 +1,0 @@
-"""Graph passes that estimate and search."""

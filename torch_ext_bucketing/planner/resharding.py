@@ -1,0 +1,311 @@
+"""The pass that frees gathered parameters after forward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal
+
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch import aot as _aot
+from ..bucketing.plan import ByUnit
+from ..errors import BoundNotKeptWarning, NothingKeptWarning
+from ..fsdp.tagging import Chains, parameter_chains, read_in_forward
+from ..fsdp.units import Units
+from ..graph.nodes import GraphLike, graph_of
+from ..graph.sizes import SizeHints
+from ..graph.tags import Tag, tag_of
+from ..passes import park
+from ..passes.base import GraphPass, Stage
+from ..passes.cache_key import digest
+from ..passes.compilation import Choice, Compilation
+from ..passes.facts import Buckets, Fact, RankOrder, Regathers, Tags, last_fact
+from ..passes.reshard_to import (
+    SmallerGroup,
+    make_smaller_group,
+    read_first_gathers,
+    reshard_to,
+    what_fits,
+)
+from .cost.cost import Costs
+from .cost.machine import Machine, check_machine, job_machine
+from .keep.keep import KeepPlanner
+from .keep.keepables import block_units
+from .keep.partitioned import PartitionedModel
+from .schedule.memory import PeakMemory
+from .schedule.policy import Overlap
+from .scheduling import PlannedOrder
+from .step_memory import watch_peak
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ReshardAfterForward(GraphPass):
+    """Free gathered parameters after forward and gather them again for backward.
+
+    Marks every node between a parameter and its first use in computation as ``MUST_RECOMPUTE``, so
+    that the partitioner saves the shard and puts a second gather into the backward graph::
+
+        forward   w -> all_gather -> wait -> t -> mm            saved: w
+        backward  w -> all_gather -> wait -> t -> t -> mm
+
+    What forward does not read of a parameter, such as data that is scaled for products of backward,
+    is gathered in backward alone, whatever is kept.
+
+    With a number of ranks, backward gathers in a smaller group, usually a node's, from a copy that
+    forward leaves sharded over it, bit for bit as eager FSDP2 does (:mod:`.rewrites.reshard_to`).
+    Such a pass comes after :class:`.MatchFSDP2`, so that a parameter with several uses leaves one
+    copy. Only :func:`.backend` removes the second gather from the forward graph again.
+
+    With ``"auto"``, the pass chooses the units that stay gathered. The chosen step is the shortest
+    on the cost model whose estimated peak is under the bound ``memory``
+    (:mod:`.planner.keep.keep`)::
+
+        [ReshardAfterForward("auto", memory=PeakMemory(gib=70)), BucketByUnit(order), ...]
+
+    With ``to`` as well, each unit stays gathered, is gathered again over all ranks, or inside the
+    node. With ``activations``, groups of activations, by unit and sort, are saved or recomputed
+    (:mod:`.activations`); marks of the user's own, such as by ``torch.utils.checkpoint``, are kept.
+    With ``memory=PeakMemory(gib=70, host_gib=200)``, saved ones may wait in host memory for
+    backward (:mod:`.passes.park`), if that makes the step shorter, or the peak smaller where the
+    bound can't be kept.
+
+    The bound covers the graphs, with parameters' shards and gradients, and ``state_bytes``; the
+    schedules of the same backend keep it, too. All ranks choose alike, and compare their choice.
+    If no unit fits, nothing is kept, with a ``NothingKeptWarning`` that names the missing bytes. If
+    an estimate fails, nothing is kept, with a ``BoundNotKeptWarning``.
+
+    Args:
+        reshard_after_forward: as in ``fully_shard``. True frees parameters after forward, False
+            keeps them gathered. A number is the size of the smaller group: a factor of the ranks
+            that share a parameter, counted over neighbouring ranks of the job. It creates process
+            groups: make the pass on every rank at the same point of the program. ``"auto"``
+            chooses, and takes the arguments from ``memory`` on.
+        keep: FQNs of parameters or modules that stay gathered in any case, as eager FSDP2 keeps its
+            root's. A name that no parameter has keeps none.
+        memory: the bound. A ratio refers to the peak with everything gathered again, the
+            collectives of each unit merged, in the order of the graph.
+        units: the parameters that are kept together, as in ``BucketByUnit``. None takes the units
+            of the backend's ``BucketByUnit``, and without one modules: what is below the first
+            number in a name (``layers.3``), and each other module.
+        machine: the machine that the cost model times nodes for. None takes that of the scheduling
+            pass of the same backend, else :func:`.job_machine`.
+        activations: also choose the activations that are saved.
+        state_bytes: bytes on each rank that the graphs do not contain.
+        curve: also report what other bounds would give; each takes as long again.
+        to: the smaller group, with ``"auto"`` as a number; or as a mesh, whose last dimension it
+            is, for shards around tensor parallelism. If a row of ``to`` has all ranks that share a
+            parameter, and no others, backward gathers as without it. A group of one rank keeps
+            everything, with a warning, as in eager FSDP2. Parameters of other groups, such as
+            experts on a mesh of their own, are gathered over those; the report lists them.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: ``"auto"`` without ``memory``, or an argument of ``"auto"`` without it; one name
+            in two units; a group size that does not divide the ranks of the job, or is given twice;
+            no process group yet. In a compile: the smaller group divides no group that parameters
+            are sharded over.
+    """
+
+    stage: ClassVar[Stage] = "joint"
+    requires = (Tags,)
+    reshard_after_forward: bool | int | Literal["auto"] = True
+    _: KW_ONLY
+    keep: Iterable[str] = ()
+    memory: PeakMemory | None = None
+    units: Units | Iterable[Sequence[str]] | None = None
+    machine: Machine | None = None
+    activations: bool = False
+    state_bytes: int = 0
+    curve: bool = False
+    to: DeviceMesh | int | None = None
+    _kept: Units = field(init=False)
+    _to: DeviceMesh | int | None = field(init=False)
+    _smaller: SmallerGroup | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        mode = self.reshard_after_forward
+        if not isinstance(mode, int) and mode != "auto":
+            raise TypeError(
+                f"reshard_after_forward must be True, False, a number of ranks or 'auto', got "
+                f"{mode!r}; names of what stays gathered are keep=[...]"
+            )
+        if isinstance(self.keep, str):
+            raise TypeError(f"keep must be a list of FQNs, got the string {self.keep!r}")
+        if self.memory is not None and not isinstance(self.memory, PeakMemory):
+            raise TypeError(f"memory must be a PeakMemory or None, got {self.memory!r}")
+        if self.auto and self.memory is None:
+            raise ValueError("'auto' needs a bound: memory=PeakMemory(gib=...)")
+        if self._parks:
+            if not self.activations:
+                raise ValueError("host_gib is for activations: give activations=True, too")
+            park.import_copies()
+        for name in ("memory", "units", "machine", "activations", "state_bytes", "curve"):
+            if not self.auto and getattr(self, name) not in (None, 0):
+                raise ValueError(f"{name}= belongs to 'auto', got {mode!r}")
+        to = self.to
+        if not isinstance(mode, bool | str):
+            if to is not None:
+                raise ValueError(f"give {mode} or to={to!r}, not both")
+            to = mode
+        if self.machine is not None:
+            check_machine(self.machine)
+        keep = tuple(self.keep)
+        units = None if self.units is None else Units.of(self.units)
+        smaller = None if to is None else make_smaller_group(to)
+        self._set(keep=keep, units=units, _kept=Units((keep,)), _to=to, _smaller=smaller)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (Regathers(), park.Parked()) if self._parks else (Regathers(),)
+
+    @property
+    def _parks(self) -> bool:
+        return self.memory is not None and self.memory.host_gib is not None
+
+    @property
+    def auto(self) -> bool:
+        """Whether the cost model chooses what stays."""
+        return self.reshard_after_forward == "auto"
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        def is_freed(tag: Tag) -> bool:
+            stays = any(self._kept.unit_of(f) is not None for f in tag.fqns)
+            return self.reshard_after_forward is not False and not stays
+
+        g = graph_of(graph)
+        chains = parameter_chains(g)
+        choice = self._choose(g, chains, compilation) if self.auto else _Choice()
+        if self.auto or self._to is None:
+            _mark(chains, choice, is_freed)
+        in_part = choice.is_part if self.auto else is_freed
+        wanted = choice.parts if self.auto else _aot.stage_of(g) != "inference"
+        if self._smaller is not None and wanted:
+            compilation.report.rewrites.append(reshard_to(g, chains, self._smaller, in_part))
+
+    def finish(self, graph: GraphLike, compilation: Compilation) -> None:
+        """Remove the smaller group's gathers from the forward graph; complete host copies."""
+        if self._smaller is not None:
+            read_first_gathers(graph_of(graph))
+        if self._parks:
+            park.finish(graph_of(graph), compilation)
+
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Compare the first step's peak with the predicted one."""
+        return watch_peak(compiled, compilation)
+
+    def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Choice:
+        """Choose what stays, with the passes that will run on forward and backward."""
+        inside = _aot.forward_nodes(graph)
+        backward = any(n not in inside and n.op != "output" for n in graph.nodes)
+        if _aot.stage_of(graph) == "inference" or not backward:
+            return _Choice()
+        smaller = None if self._smaller is None else what_fits(chains, self._smaller)
+        order = last_fact(compilation.ahead, PlannedOrder) or PlannedOrder((Overlap(),))
+        merged = last_fact(compilation.ahead, Buckets) or Buckets()
+        by_rank = last_fact(compilation.ahead, RankOrder) is not None
+        assert self.memory is not None
+        try:
+            machine = self.machine or order.machine or job_machine()
+            machine = machine.for_backend(compilation.fuses, compilation.captured)
+            tags = (tag_of(n) for n in graph.nodes)
+            fqns = (f for t in tags if t is not None for f in t.fqns)
+            units = Units.of(self.units or merged.units or block_units(fqns))
+            buckets = merged.planner or ByUnit(units, merged.kinds)
+            costs = Costs(machine, SizeHints.of(compilation.size_hints))
+            model = PartitionedModel(
+                graph, costs, units, buckets, by_rank, self.activations, smaller
+            )
+            planner = KeepPlanner(model, order.policies, self.memory.host_bytes)
+            limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
+            outcome, report = planner.report(limit, self.curve)
+        except Exception as error:
+            # Keeping nothing is better than losing the compile.
+            text = f"nothing is kept, as an estimate failed: {type(error).__name__}: {error}"
+            warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
+            compilation.report.warnings.append(text)
+            compilation.choice = Choice("keeps nothing, as an estimate failed")
+            return _Choice()
+        choice = _choice(planner.partitioned, outcome.kept, outcome.parked)
+        names = digest(*report.kept)[:12] if report.kept else "nothing"
+        parked = f", parks {digest(*(n.name for n in choice.parked))[:12]}" if choice.parked else ""
+        compilation.choice = Choice(
+            f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes"
+            f"{parked}",
+            limit,
+        )
+        if report.warning:
+            compilation.warn(report.warning, NothingKeptWarning)
+        found = planner.partitioned.activations
+        unknown = () if found is None else tuple(sorted(found.unknown.items()))
+        report = replace(report, state_bytes=self.state_bytes, unknown=unknown)
+        compilation.report.rewrites.append(report)
+        return choice
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return the fields, with this rank's place in the smaller group for ``to``."""
+        named = (getattr(self, f.name) for f in fields(self) if f.init and f.name != "to")
+        return (*named, self.to is None, self._smaller)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The nodes that stay from forward to backward.
+
+    Args:
+        gathered: nodes between parameters and their uses that stay.
+        again: activations that backward recomputes.
+        saved: activations that are saved.
+        parts: FQNs of parameters that the smaller group gathers again.
+        parked: saved activations that wait in host memory.
+    """
+
+    gathered: Collection[fx.Node] = ()
+    again: Collection[fx.Node] = ()
+    saved: Collection[fx.Node] = ()
+    parts: frozenset[str] = frozenset()
+    parked: Collection[fx.Node] = ()
+
+    def is_part(self, tag: Tag) -> bool:
+        """Check whether the smaller group gathers the parameters of ``tag`` again."""
+        return self.parts.issuperset(tag.fqns)
+
+
+def _mark(chains: Chains, choice: _Choice, is_freed: Callable[[Tag], bool]) -> None:
+    """Mark a choice for the partitioner."""
+    read = read_in_forward(chains)
+    for start, chain in chains.items():
+        tag = tag_of(start)
+        if tag is not None and (is_freed(tag) or start not in read):
+            for node in chain:
+                if node not in choice.gathered:
+                    _aot.mark_recompute(node)
+    for node in choice.gathered:
+        _aot.unmark_recompute(node)
+    for node in choice.again:
+        _aot.mark_recompute(node)
+    for node in choice.saved:
+        _aot.mark_save(node)
+    for node in choice.parked:
+        park.mark(node)
+
+
+def _choice(
+    partitioned: PartitionedModel, kept: Collection[int], parked: Collection[int] = ()
+) -> _Choice:
+    parts = frozenset(
+        f for k in kept if k in partitioned.parts for f in partitioned.keepables[k].fqns
+    )
+    whole = [partitioned.keepables[k] for k in kept if k not in partitioned.parts]
+    gathered = dict.fromkeys(n for unit in whole if unit.starts for n in unit.chains)
+    found = partitioned.activations
+    if found is None:
+        return _Choice(gathered, parts=parts)
+    again, saved = dict(found.views), dict(found.saved)
+    for k, unit in enumerate(partitioned.keepables):
+        if not unit.starts:
+            (saved if k in kept else again).update(dict.fromkeys(unit.chains))
+    could = partitioned.could_park(kept)
+    return _Choice(gathered, again, saved, parts, [could[s] for s in sorted(parked)])

@@ -1,0 +1,250 @@
+"""The fact that a planned order gives.
+
+The pass that times a graph without changing it.
+
+The passes that schedule graphs, for :func:`.backend`.
+
+With ``"aot_eager"`` a graph runs in its order. With ``"inductor"`` the backend pins the order
+afterwards (see :mod:`.passes.pin_order`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch.fx as fx
+
+from .._torch.aot import stage_of
+from ..bucketing.caps import ByCap, Eligible
+from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
+from ..bucketing.plan import BucketPlanner, Groups, check_groups
+from ..graph.nodes import FSDP_KINDS, GraphLike, Kind, check_kinds, collective_kind, graph_of
+from ..passes.base import GraphPass, Stage
+from ..passes.bucketing import FixedOrderReduce
+from ..passes.cache_key import brief
+from ..passes.compilation import Compilation
+from ..passes.facts import Baseline, Buckets, Fact, Order, RankOrder, Tags
+from ..reports.schedule import EstimateReport
+from .cost.machine import H100, Machine, check_machine, job_machine
+from .schedule.memory import within
+from .schedule.model import Model, model_of
+from .schedule.policy import Policy, policies_of
+from .schedule.scheduler import schedule
+from .schedule.timeline import Timeline
+from .search.cap_search import BySearch, Searched
+
+
+@dataclass(frozen=True)
+class PlannedOrder(Order):
+    """The nodes stand in an order judged by ``policies`` and timed for ``machine``."""
+
+    policies: tuple[Policy, ...] = ()
+    machine: Machine | None = None
+
+    @property
+    def planned_with(self) -> str:
+        """Return the machine's name and a digest of its numbers."""
+        return "" if self.machine is None else f"machine {self.machine.name} {brief(self.machine)}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate(GraphPass):
+    """Add the cost model's times of each graph, as the passes before it leave it, to the report.
+
+    Args:
+        machine: the machine to time nodes for; None: :func:`.job_machine`.
+    """
+
+    stage: ClassVar[Stage] = "forward_backward"
+    requires: ClassVar[tuple[type[Fact], ...]] = (Baseline,)
+    machine: Machine | None = None
+
+    def __post_init__(self) -> None:
+        self._set(machine=self.machine or job_machine())
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        assert self.machine is not None
+        machine = self.machine.for_backend(compilation.fuses, compilation.captured)
+        model = model_of(compilation.analysis(graph), machine)
+        compilation.report.estimates.append(
+            _estimate(model, stage_of(graph_of(graph)), machine.describe())
+        )
+
+
+def _estimate(model: Model, stage: str, machine: str) -> EstimateReport:
+    line = Timeline.of(model)
+    kinds = {i: collective_kind(n) for i, n in enumerate(model.dependencies.nodes)}
+    busy, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
+    now, last = 0.0, ""
+    for i in line.order:
+        if model.group[i] is not None:
+            last = kinds[i] or "other"
+            busy[last] += model.ms[i]
+            continue
+        if model.start_of[i] >= 0 and line.begin[i] > now:
+            exposed[kinds[model.start_of[i]] or "other"] += line.begin[i] - now
+        now = line.end[i]
+    if line.step_ms > now:  # a collective that no wait of this graph ends
+        exposed[last] += line.step_ms - now
+    return EstimateReport(
+        stage, machine, line.step_ms, line.compute_ms, dict(busy), dict(exposed), line.peak_bytes
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Schedule(GraphPass):
+    """Reorder each forward, backward and inference graph; see :func:`.schedule`.
+
+    Passes that bucket come before it. ``PeakMemory(ratio=...)`` refers to the graph before these.
+
+    Args:
+        policies: one policy or several, at most one of each class.
+        machine: see :func:`.schedule`; None: :func:`.job_machine`.
+
+    Raises:
+        TypeError: an entry of ``policies`` is not a policy, or ``machine`` is not a machine.
+        ValueError: two policies of one class.
+    """
+
+    stage: ClassVar[Stage] = "forward_backward"
+    requires: ClassVar[tuple[type[Fact], ...]] = (Baseline,)
+    policies: Policy | Iterable[Policy]
+    machine: Machine | None = None
+    _policies: tuple[Policy, ...] = field(init=False)
+    _machine: Machine = field(init=False)
+
+    def __post_init__(self) -> None:
+        policies = policies_of(self.policies)
+        machine = job_machine() if self.machine is None else self.machine
+        check_machine(machine)
+        self._set(policies=policies, _policies=policies, _machine=machine)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (PlannedOrder(self._policies, self._machine),)
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        self._schedule(graph, compilation)
+
+    def _schedule(
+        self,
+        graph: GraphLike,
+        compilation: Compilation,
+        searched: Searched | None = None,
+    ) -> None:
+        compilation.complete(graph)
+        report = schedule(
+            graph_of(graph),  # the module is recompiled once, after all passes
+            self._bounded(compilation, graph_of(graph)),
+            machine=self._machine.for_backend(compilation.fuses, compilation.captured),
+            reference_bytes=compilation.baseline.peak_bytes,
+            size_hints=compilation.size_hints,
+            external_live_bytes=compilation.baseline.external_live_bytes,
+            like=searched and searched.sort,
+        )
+        compilation.report.schedules.append(replace(report, caps=searched and searched.report))
+
+    def _bounded(self, compilation: Compilation, graph: fx.Graph) -> tuple[Policy, ...]:
+        """Return the policies, and the memory bound of ``ReshardAfterForward("auto")``, if any."""
+        if compilation.choice is None or compilation.choice.limit_bytes is None:
+            return self._policies
+        reference = compilation.baseline.peak_bytes or sys.maxsize
+        limit = compilation.choice.limit_bytes
+        if compilation.extension is not None and stage_of(graph) == "backward":
+            # Optimizer state was taken off the bound, and is an input here.
+            limit += compilation.extension.extra_bytes
+        return within(self._policies, limit, reference)
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return the fields, and the job's machine if none was given."""
+        return (*super().settings(), self._machine)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BucketAndSchedule(Schedule):
+    """Bucket with the byte caps of the fastest schedule, and schedule; see :class:`.BySearch`.
+
+    Replaces ``BucketByCap`` and :class:`Schedule`.
+
+    Args:
+        policies: see :class:`Schedule`.
+        caps_mb: see :class:`.BySearch`.
+        kinds: see :class:`.ByCap`.
+        eligible: see :class:`.ByCap`.
+        groups: see :class:`.ByCap`.
+        planners: further planners to try. ``ReshardAfterForward("auto")`` chooses with the buckets
+            of the first one.
+        payload_order: see ``BucketByCap``.
+        machine: see :class:`Schedule`.
+        reduce: replaces the merged reductions before they are scheduled; the search for caps takes
+            that into account.
+
+    Raises:
+        TypeError: see :class:`Schedule` and :class:`.ByCap`; ``payload_order`` is not a callable,
+            or ``reduce`` is not a :class:`.FixedOrderReduce`.
+        ValueError: see :class:`Schedule`, :class:`.ByCap` and :class:`.BySearch`.
+    """
+
+    requires: ClassVar[tuple[type[Fact], ...]] = (Tags, Baseline)
+    conflicts_with = (RankOrder, Order)
+    _: KW_ONLY
+    caps_mb: Sequence[float] | None = None
+    kinds: Collection[Kind] = FSDP_KINDS
+    eligible: Eligible = "tag"
+    groups: Groups = None
+    planners: Sequence[BucketPlanner] = ()
+    payload_order: PayloadKey | None = None
+    machine: Machine | None = None
+    reduce: FixedOrderReduce | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduce is not None and not isinstance(self.reduce, FixedOrderReduce):
+            raise TypeError(f"reduce must be a FixedOrderReduce or None, got {self.reduce!r}")
+        check_payload_order(self.payload_order)
+        caps_mb = None if self.caps_mb is None else tuple(self.caps_mb)
+        self._set(caps_mb=caps_mb, kinds=check_kinds(self.kinds), planners=tuple(self.planners))
+        self._set(groups=check_groups(self.groups))
+        self._search(self._policies)  # checks the options
+
+    def _search(
+        self, policies: tuple[Policy, ...], machine: Machine = H100, **options: Any
+    ) -> BySearch:
+        by_cap = ByCap(kinds=self.kinds, eligible=self.eligible, groups=self.groups)
+        options |= {"caps_mb": self.caps_mb, "planners": tuple(self.planners)}
+        return BySearch(policies, by_cap, machine=machine, **options)
+
+    @property
+    def parts(self) -> tuple[GraphPass, ...]:
+        return () if self.reduce is None else (self.reduce,)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        reduced = () if self.reduce is None else self.reduce.provides
+        buckets = Buckets(tuple(self.kinds), planner=next(iter(self.planners), None))
+        return (buckets, *reduced, *super().provides)
+
+    def with_part(self, other: GraphPass) -> GraphPass | None:
+        if self.reduce is None and isinstance(other, FixedOrderReduce):
+            return replace(self, reduce=other)
+        return None
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        analysis, reduce = compilation.analysis(graph), self.reduce
+        if reduce is not None and reduce.name in compilation.report.disabled:
+            reduce = None
+        found = self._search(
+            self._bounded(compilation, graph_of(graph)),
+            self._machine.for_backend(compilation.fuses, compilation.captured),
+            reference_bytes=compilation.baseline.peak_bytes,
+            accumulate=None if reduce is None else reduce.accumulate,
+        ).search(analysis)
+        report = merge_and_report(analysis, found.plan, self.payload_order, self.kinds)
+        compilation.report.graphs.append(report)
+        if reduce is not None:
+            reduce.run(graph, compilation)
+        self._schedule(graph, compilation, found)

@@ -1,0 +1,406 @@
+"""Compare launches between ranks through the store of the default process group.
+
+A rank that launches something else than its peers makes them hang, or mixes the bytes of two
+parameters. So before a compiled graph's first collective runs for the first time, the ranks of each
+process group in the graph compare digests of their launches (:mod:`.launches`), of torch's version
+and of this package's edition. A graph from a cache is compared, too: its launches travel with it.
+
+The n-th comparison of one rank belongs to the n-th of the others, as ranks run a group's
+collectives in one order. A frame that Dynamo compiles for the first time is always compared, as it
+is on every rank; a recompiled one only if its launches are new to this rank. So one rank may
+recompile alone, for another batch size, as long as it launches the same. Where programs break into
+different frames, the comparison takes that for different launches; switch it off there.
+
+Compare a graph's launches with the other ranks, once, before its first collective runs.
+
+Compare launches by an operator in Inductor's graphs.
+
+Inductor's caches keep a graph's code and nothing else that a backend knows about it. So the
+launches are an argument of an operator, through which the first collective's input passes::
+
+    x -> agree(x, digest, launches, timeout_s) -> all_gather -> wait -> ...
+
+No scheduler can move the collective before it, and Inductor keeps the order of the others. The
+operator returns a view of its input, and does nothing else after its first run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .._source import package_digest
+from .._torch import process_groups as groups
+from .._torch.aot import stage_of
+from ..errors import AgreementError, PlanMismatchError, RankMissingError
+from ..graph.nodes import collective_group, graph_of
+from .launches import GraphLaunches, Version, launches_of, mismatch_text, ranks_text
+
+_PREFIX = "torch_ext_bucketing/agreement"
+# Limits in seconds. After a mismatch, late ranks get time to report their launches. After any
+# failure, every rank gets time to read the reason: the first to exit may host the store.
+_GATHER_S = 30.0
+LINGER_S = 5.0
+_MAX_SLEEP_S = 0.25
+
+
+def this_environment() -> str:
+    """Describe the versions of torch and of this package, which all ranks must share."""
+    torch_version = torch.__version__.split("+")[0]
+    return f"torch {torch_version}, torch_ext_bucketing {package_digest()[:12]}"
+
+
+class _FailedError(Exception):
+    """Carry the exchange that failed. Its ``bad`` key has the reason."""
+
+
+@dataclass
+class Exchange:
+    """This rank's part in comparing one graph's launches on one process group.
+
+    Keys in the store, under a prefix of the group's name, its ranks and ``number``::
+
+        rank<r>      the digest of rank r, written when it arrives
+        first        the digest of the first rank to arrive, which all compare theirs with
+        text/<d>     the version with digest d, in full
+        bad          why the exchange failed; the first reason stays
+        arrived, confirmed, left, seen      counters
+    """
+
+    version: Version
+    number: int
+    ranks: tuple[int, ...]
+    timeout: timedelta
+
+    def __post_init__(self) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.started = time.monotonic()
+        members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]
+        prefix = f"{_PREFIX}/{self.version.of_group.group}/{members}/{self.number}"
+        # A store, not collectives: nothing can mix with training's, and a waiting rank can name the
+        # ranks that it waits for.
+        self.store = torch.distributed.PrefixStore(prefix, groups.default_store())
+
+    def has(self, name: str) -> bool:
+        return self.store.check([name])
+
+    def get(self, name: str) -> str:
+        return self.store.get(name).decode()
+
+    def count(self, name: str, more: int = 1) -> int:
+        return self.store.add(name, more)
+
+    def arrive(self) -> None:
+        digest = self.version.digest
+        if not self.has(f"text/{digest}"):
+            self.store.set(f"text/{digest}", json.dumps(self.version))
+        self.store.set(f"rank{self.rank}", digest)
+        if self.store.compare_set("first", "", digest).decode() != digest:
+            self.fail("mismatch", "")
+        self.count("arrived")  # after fail(): a full count without "bad" means that all agree
+
+    def leave(self) -> None:
+        """Delete the keys once all ranks have left."""
+        if self.count("left") < len(self.ranks):
+            return
+        # A later default group may use the same store and the same names.
+        names = ["first", "arrived", "confirmed", "left", f"text/{self.version.digest}"]
+        for name in (*names, *(f"rank{r}" for r in self.ranks)):
+            self.store.delete_key(name)
+
+    def fail(self, why: str, text: str) -> None:
+        self.store.compare_set("bad", "", json.dumps([why, text]))
+
+    def reached(self, name: str) -> bool:
+        """Return whether all ranks have counted themselves; raise if the exchange failed."""
+        complete = self.count(name, 0) == len(self.ranks)
+        if not complete and time.monotonic() - self.started > self.timeout.total_seconds():
+            self.fail("missing", self.missing_text())
+        if self.has("bad"):
+            raise _FailedError(self)
+        return complete
+
+    def missing(self) -> list[int]:
+        return [r for r in self.ranks if not self.has(f"rank{r}")]
+
+    def missing_text(self) -> str:
+        missing, group = self.missing(), self.version.of_group.group
+        text = (
+            f"rank {self.rank} waited {self.timeout.total_seconds():g} s to compare the "
+            f"{self.version.stage} graph's launches on process group {group!r}"
+        )
+        if not missing:
+            return f"{text}: all its ranks arrived, but one still waits in another process group"
+        return (
+            f"{text} (comparison {self.number} there), and {ranks_text(missing)} did not arrive. "
+            "The graph was stopped. A missing rank has failed or was killed (look at its own "
+            "output), is still compiling (raise agree_timeout), or runs a graph that it compiled "
+            "earlier, because only some ranks recompiled"
+        )
+
+    def mismatch_text(self) -> str:
+        """Format the message for every rank, after a short wait for late ranks."""
+        deadline = time.monotonic() + min(_GATHER_S, self.timeout.total_seconds())
+        poll(lambda: not self.missing(), deadline)
+        by_digest: dict[str, list[int]] = {}
+        absent = self.missing()
+        for rank in self.ranks:
+            if rank not in absent:
+                by_digest.setdefault(self.get(f"rank{rank}"), []).append(rank)
+        versions = [
+            (ranks, Version.from_json(self.get(f"text/{digest}")))
+            for digest, ranks in by_digest.items()
+        ]
+        return mismatch_text(versions, absent, len(self.ranks))
+
+
+def run_all(exchanges: Sequence[Exchange]) -> None:
+    """Compare launches; raise an :class:`AgreementError` on all ranks or on none."""
+    try:
+        error = _meet(exchanges)
+    except RuntimeError as problem:  # c10d's own errors are RuntimeErrors
+        raise AgreementError(
+            "the ranks' launches can't be compared, because the store of the default process group "
+            f"can't be reached: {problem}. Usually the process that hosts it, rank 0 or the "
+            "launcher, has ended: look at its output first"
+        ) from problem
+    if error is not None:
+        raise error
+
+
+def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
+    """Return what to raise on this rank, once the others know."""
+    try:
+        # Arrive everywhere before waiting anywhere, so that no two ranks wait for each other.
+        for exchange in exchanges:
+            exchange.arrive()
+        poll(lambda: not [e for e in exchanges if not e.reached("arrived")])
+        # The second count holds a rank back whose peer found a mismatch in another of its groups.
+        for exchange in exchanges:
+            exchange.count("confirmed")
+        poll(lambda: not [e for e in exchanges if not e.reached("confirmed")])
+    except _FailedError as failed:
+        return _error(failed.args[0], exchanges)
+    # The host of the store may have gone on and ended.
+    with contextlib.suppress(RuntimeError):
+        for exchange in exchanges:
+            exchange.leave()
+    return None
+
+
+def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
+    why, text = json.loads(failed.get("bad"))
+    text = text or failed.mismatch_text()
+    # From here on the store may go away: this rank has its reason to fail.
+    with contextlib.suppress(RuntimeError):
+        for other in exchanges:
+            other.fail(why, text)
+        deadline = time.monotonic() + LINGER_S
+        expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
+        for each in exchanges:
+            each.count("seen")
+        poll(lambda: all(e.count("seen", 0) >= expected[id(e)] for e in exchanges), deadline)
+    return PlanMismatchError(text) if why == "mismatch" else RankMissingError(text)
+
+
+def poll(done: Callable[[], bool], deadline: float = math.inf) -> None:
+    """Call ``done`` until it holds or the time is over, at a tenth of the time waited so far."""
+    # A blocking wait would hold the store's one connection against other threads and Ctrl-C.
+    started = time.monotonic()
+    while not done() and (now := time.monotonic()) < deadline:
+        time.sleep(min(_MAX_SLEEP_S, max(0.0005, (now - started) / 10)))
+
+
+def agree(graph: fx.GraphModule | fx.Graph, timeout: timedelta | None = None) -> None:
+    """Compare a graph's launches with the other ranks now.
+
+    For graphs that are compiled without a backend of this package; :func:`.backend` compares by
+    itself. Every rank must call it for its graphs in the same order.
+
+    Args:
+        graph: after bucketing and scheduling.
+        timeout: how long to wait for other ranks; None takes each process group's own timeout.
+
+    Raises:
+        PlanMismatchError: on every rank.
+        RankMissingError: a rank did not arrive in time.
+        AgreementError: the store can't be reached.
+    """
+    g = graph_of(graph)
+    agree_on_launches(launches_of(g, stage_of(g)), timeout, fresh=True)
+
+
+def before_first_run(
+    compiled: Callable[..., Any], launches: GraphLaunches, timeout: timedelta | None
+) -> Callable[..., Any]:
+    """Wrap ``compiled`` so that its ranks agree on ``launches`` before it first runs."""
+    if not launches.groups:
+        return compiled
+    digest = launches.digest()
+
+    def run(*args: Any) -> Any:
+        agree_once(digest, lambda: launches, timeout)
+        return compiled(*args)
+
+    run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
+    return run
+
+
+def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a frame's ``compiled`` so that its first run compares as for a fresh frame."""
+    first = True
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return compiled(*args, **kwargs)
+        first, _running.fresh = False, True
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _running.fresh = False
+
+    return run
+
+
+def agree_on_launches(
+    launches: GraphLaunches, timeout: timedelta | None = None, fresh: bool = False
+) -> None:
+    """Compare ``launches`` with the other ranks of their groups, once per process.
+
+    With ``fresh`` compare again, and forget what was agreed on before.
+    """
+    agreed, digest = _agreed(), launches.digest()
+    if digest in agreed.digests and not fresh:
+        return
+    exchanges = agreed.begin(launches, timeout, fresh)
+    if exchanges:
+        run_all(exchanges)
+    with agreed.lock:
+        for exchange in exchanges:
+            version = exchange.version
+            agreed.versions.setdefault(version.of_group.group, set()).add(version.digest)
+        agreed.digests.add(digest)
+
+
+def agree_once(
+    digest: str, launches: Callable[[], GraphLaunches], timeout: timedelta | None
+) -> None:
+    """Call :func:`agree_on_launches` unless launches with this digest were agreed on."""
+    if _running.fresh or digest not in _agreed().digests:
+        agree_on_launches(launches(), timeout, _running.fresh)
+
+
+class _Running(threading.local):
+    """Whether this thread runs a frame for the first time."""
+
+    fresh = False
+
+
+_running = _Running()
+
+
+@dataclass
+class _Agreed:
+    """The launches that this process has agreed on under one default process ``group``.
+
+    ``digests`` are of whole graphs' launches; ``versions`` are digests per group; ``rounds`` counts
+    the exchanges begun per group.
+    """
+
+    group: Callable[[], Any]
+    digests: set[str] = field(default_factory=set)
+    versions: dict[str, set[str]] = field(default_factory=dict)
+    rounds: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(
+        self, launches: GraphLaunches, timeout: timedelta | None, fresh: bool
+    ) -> list[Exchange]:
+        """Create the exchanges that ``launches`` need."""
+        exchanges: list[Exchange] = []
+        if self.group() is None:
+            return exchanges
+        environment = this_environment()
+        for of_group in launches.groups:
+            name, group = of_group.group, groups.group_by_name(of_group.group)
+            if not groups.has_peers(group):
+                continue
+            version = Version(environment, launches.stage, of_group, launches.planned_with)
+            with self.lock:
+                known = self.versions.setdefault(name, set())
+                if fresh:
+                    # The backward graph's, too: the group's other ranks run the same frame and
+                    # forget the same digests.
+                    known.clear()
+                    self.digests.clear()
+                if version.digest in known:
+                    continue
+                self.rounds[name] += 1
+                number = self.rounds[name]
+            wait = groups.group_timeout(group) if timeout is None else timeout
+            exchanges.append(Exchange(version, number, groups.ranks_of(group), wait))
+        return exchanges
+
+
+_no_group = _Agreed(lambda: None)
+_current = _no_group
+
+
+def _agreed() -> _Agreed:
+    """Return the state of the present default group; a new group starts a new count."""
+    global _current
+    group = groups.default_group()
+    if _current.group() is not group:
+        _current = _no_group if group is None else _Agreed(weakref.ref(group))
+    return _current
+
+
+_NO_TIMEOUT = -1.0  # a group's own timeout
+
+_library = torch.library.Library("torch_ext_bucketing", "DEF")
+_library.define("agree(Tensor(a) sent, str digest, str launches, float timeout_s) -> Tensor(a)")
+
+
+def _agree(sent: torch.Tensor, digest: str, launches: str, timeout_s: float) -> torch.Tensor:
+    timeout = None if timeout_s == _NO_TIMEOUT else timedelta(seconds=timeout_s)
+    agree_once(digest, lambda: GraphLaunches.decode(launches), timeout)
+    return sent.view_as(sent)
+
+
+_library.impl("agree", _agree, "CompositeExplicitAutograd")
+# Compiling compares nothing.
+torch.library.register_fake(
+    "torch_ext_bucketing::agree", lambda sent, *rest: sent.view_as(sent), lib=_library
+)
+_AGREE = torch.ops.torch_ext_bucketing.agree.default
+
+
+def insert(graph: fx.Graph, launches: GraphLaunches, timeout: timedelta | None) -> fx.Node | None:
+    """Insert the operator before a graph's first collective; return None without one."""
+    first = next((n for n in graph.nodes if collective_group(n) is not None), None)
+    if first is None or not launches.groups:
+        return None
+    sent = first.all_input_nodes[0]
+    seconds = _NO_TIMEOUT if timeout is None else timeout.total_seconds()
+    with graph.inserting_before(first):
+        node = graph.call_function(_AGREE, (sent, launches.digest(), launches.encode(), seconds))
+    # The same fake tensor, so that passes which look at storages see the view.
+    node.meta["val"] = sent.meta.get("val")
+    first.replace_input_with(sent, node)
+    return node
