@@ -44,7 +44,7 @@ class Gathers(teb.GraphPass):
 UP, SCALE = "blocks.0.up.weight", "blocks.0.scale"
 TWO = {(UP, 4): 2}  # data and scales
 ALL = {**TWO, (SCALE, 4): 1}
-AUTO = {"keep": "auto", "memory": teb.PeakMemory(gib=1.0)}
+AUTO = {"reshard_after_forward": "auto", "memory": teb.PeakMemory(gib=1.0)}
 CASES: dict[str, tuple[Any, int, dict[str, Any] | None, Any, Any]] = {
     # Model, replicas, arguments of ReshardAfterForward, some all-gathers of forward and backward.
     "hybrid": (even, 2, None, *2 * ({(UP, 2): 2, (SCALE, 2): 1},)),

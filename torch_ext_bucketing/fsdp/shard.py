@@ -53,14 +53,14 @@ def data_parallel(
 ) -> nn.Module:
     """Shard or replicate every parameter of ``model``, in place.
 
-    Modules may share parameters, and rows may be uneven over the ranks. ``named_parameters()`` and
-    ``state_dict()`` return the shards (``DTensor``) under the former names, so checkpoints are
-    compatible with eager FSDP2's. Reading an attribute, ``module.weight``, gathers the parameter on
-    all ranks. Writes to it, such as by ``torch.nn.init``, are lost: initialize before, or write to
-    those of ``named_parameters()``, which are also the ones to freeze. Each module's class becomes
-    a subclass, as with ``fully_shard``. Parametrizations (``torch.nn.utils.parametrize``) get the
-    gathered parameter. Parameters with FSDP2 all-gather extensions are gathered by these
-    (:mod:`.fsdp.extensions`), except by ``"replicate"``.
+    Modules may share parameters. ``named_parameters()`` and ``state_dict()`` return the shards
+    (``DTensor``) under the former names, so checkpoints are compatible with eager FSDP2's. Reading
+    an attribute, ``module.weight``, gathers the parameter on all ranks. Writes to it, such as by
+    ``torch.nn.init``, are lost: initialize before, or write to those of ``named_parameters()``,
+    which are also the ones to freeze. Each module's class becomes a subclass, as with
+    ``fully_shard``. Parametrizations (``torch.nn.utils.parametrize``) get the gathered parameter.
+    Parameters with FSDP2 all-gather extensions are gathered by these (:mod:`.fsdp.extensions`),
+    except by ``"replicate"``.
 
     Args:
         model: has plain parameters on the mesh's device. Rank 0's values are distributed.
