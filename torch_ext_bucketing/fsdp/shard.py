@@ -8,9 +8,8 @@ gradient. Compiled, each gather and each reduction is a node of the graph. The a
     backward   gradient -> reduce_dtype -> pad dim 0 -> reduce-scatter (avg)
                         [-> all-reduce (avg) over the replicas] -> dtype of the parameter
 
-:func:`data_parallel` shards a whole model in one way, :func:`.fully_shard` unit by unit. A
-parameter that is sharded on another dimension than 0 travels as eager FSDP2 sends it: each rank's
-part contiguous (``_reassemble_all_gather_outputs``, ``_fsdp_collectives.py``, torch 2.11 to 2.15).
+:func:`data_parallel` shards a whole model, :func:`.fully_shard` unit by unit. Shards on another
+dimension than 0 travel contiguous, as eager FSDP2's (``_reassemble_all_gather_outputs``).
 """
 
 from __future__ import annotations
