@@ -40,6 +40,7 @@ from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.training import Transformer, digest
 from torch_ext_bucketing.testing.trial import wrap
 from torch_ext_bucketing.tuning.candidates import TorchBuckets, candidates
+from torch_ext_bucketing.tuning.tune import Tuner
 
 WAYS = {
     "eager": "eager FSDP2",
@@ -144,7 +145,7 @@ class Way:
     optimizer: torch.optim.Optimizer
     report: WayReport
     predict: Predict | None = None
-    tuner: teb.tune | None = None
+    tuner: Tuner | None = None
 
 
 def train_rank(rank: Rank, training: Training) -> RankReport:

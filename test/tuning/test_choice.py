@@ -6,9 +6,10 @@ import math
 import pytest
 
 from torch_ext_bucketing.reports.schedule import EstimateReport
-from torch_ext_bucketing.reports.tuning import CandidateReport, TuneReport
-from torch_ext_bucketing.tuning.candidates import (
+from torch_ext_bucketing.tuning.choice import (
+    CandidateReport,
     Figures,
+    TuneReport,
     best_of,
     combine,
     corrected_ms,

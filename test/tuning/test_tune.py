@@ -14,7 +14,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import BoundNotKeptWarning, TuningError
 from torch_ext_bucketing.reports.schedule import EstimateReport
 from torch_ext_bucketing.tuning import tune as module
-from torch_ext_bucketing.tuning.candidates import corrected_ms
+from torch_ext_bucketing.tuning.choice import corrected_ms
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

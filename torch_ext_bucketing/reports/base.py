@@ -1,7 +1,4 @@
-"""Format numbers and tables.
-
-The base classes of reports, and the record of what was left alone.
-"""
+"""The renderer of reports, as text and JSON, and the record of what was left alone."""
 
 from __future__ import annotations
 
@@ -14,22 +11,22 @@ from typing import Any, ClassVar
 
 
 def change(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """Format numbers of collectives before and after, by kind."""
     # Imports torch, which the command line does without until a command runs.
     from ..graph.nodes import COLLECTIVES
 
     kinds = [k for k in COLLECTIVES if before.get(k) or after.get(k)]
-    if not kinds:
-        return "no collectives"
-    return ", ".join(f"{k} {before.get(k, 0)} -> {after.get(k, 0)}" for k in kinds)
+    texts = [f"{k} {before.get(k, 0)} -> {after.get(k, 0)}" for k in kinds]
+    return ", ".join(texts) or "no collectives"
+
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def size_text(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    """Format a size with one decimal, in its largest unit."""
+    unit, factor = next(((u, f) for u, f in _UNITS if nbytes >= f), _UNITS[-1])
+    return f"{nbytes / factor:.{int(factor > 1)}f} {unit}"
 
 
 def sizes_text(*sizes: int) -> list[str]:
@@ -38,9 +35,7 @@ def sizes_text(*sizes: int) -> list[str]:
     Five decimals are the limit; beyond that, all are in bytes.
     """
     most = max(map(abs, sizes), default=0)
-    unit, factor = next(
-        ((u, f) for u, f in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if most >= f), ("B", 1)
-    )
+    unit, factor = next(((u, f) for u, f in _UNITS if most >= f), _UNITS[-1])
     for digits in range(3, 6) if factor > 1 else ():
         texts = [f"{size / factor:.{digits}f} {unit}" for size in sizes]
         if len(set(texts)) == len(set(sizes)):
@@ -48,16 +43,9 @@ def sizes_text(*sizes: int) -> list[str]:
     return [f"{size} B" for size in sizes]
 
 
-def table(
-    columns: Mapping[str, Callable[[Any], object]], items: Iterable[Any], right: Sequence[int] = ()
-) -> list[str]:
-    """Format aligned lines: the columns' names, and a row for each item."""
-    rows = [[str(cell(item)) for cell in columns.values()] for item in items]
-    return aligned([list(columns), *rows], right)
-
-
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    """Format rows as lines with aligned columns; ``right`` names those that are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
             cell.rjust(width) if i in right else cell.ljust(width)
@@ -65,6 +53,14 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def table(
+    columns: Mapping[str, Callable[[Any], object]], items: Iterable[Any], right: Sequence[int] = ()
+) -> list[str]:
+    """Format the columns' names, and a row for each item, as :func:`aligned` lines."""
+    rows = [[str(cell(item)) for cell in columns.values()] for item in items]
+    return aligned([list(columns), *rows], right)
 
 
 class Record:
@@ -86,9 +82,17 @@ class Report(Record):
         """Dump :meth:`as_dict` as JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
+    def to_text(self, members: bool = True) -> str:
+        """Format the report: lines that end with a newline each, or an empty string.
+
+        Args:
+            members: list each bucket's members with their byte offsets.
+        """
+        return "".join(f"{line}\n" for line in self.lines(members))
+
     @abstractmethod
-    def to_text(self) -> str:
-        """Format the report: lines that end with a newline each, or an empty string."""
+    def lines(self, members: bool = True) -> Iterable[str]:
+        """List the lines of :meth:`to_text`; reports without buckets ignore ``members``."""
 
 
 def _plain(value: Any) -> Any:

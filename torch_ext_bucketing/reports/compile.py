@@ -1,15 +1,10 @@
-"""Reports of the rewrites of the joint graph.
-
-The report of clipping and updates in a backward graph.
-
-The report of one stage of a pipeline.
-
-The report of one compile.
-"""
+"""The report of one compile, and of its rewrites, updates and pipeline stages."""
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
@@ -29,11 +24,11 @@ class RewriteReport(Report):
     left: tuple[LeftAlone, ...]
     """Collectives that the rewrite did not touch."""
 
-    def to_text(self) -> str:
-        """Format a line for each change, and for each thing left alone."""
+    def lines(self, members: bool = True) -> list[str]:
+        """List changes, and collectives left alone; an empty list without either."""
         lines = self._lines()
         lines += [f"left alone: {', '.join(x.fqns) or '-'}: {x.reason}" for x in self.left]
-        return "".join([f"{self.heading}:\n", *(f"  {x}\n" for x in lines)]) if lines else ""
+        return [f"{self.heading}:", *(f"  {line}" for line in lines)] if lines else []
 
     @abstractmethod
     def _lines(self) -> list[str]:
@@ -58,14 +53,6 @@ class Owners:
     balance: float
     exchanges: int
 
-    def to_text(self) -> str:
-        """Format one line."""
-        idle = f", {self.idle} without one" if self.idle else ""
-        return (
-            f"{self.matrices} matrices on {self.ranks} ranks{idle}, exchanged {self.exchanges} "
-            f"times; the busiest rank has {self.balance:.3f} of the mean work"
-        )
-
 
 @dataclass(frozen=True)
 class StepReport(RewriteReport):
@@ -81,7 +68,7 @@ class StepReport(RewriteReport):
             dimension that shards; None: no clipping.
         state_bytes: bytes of optimizer state that the graph reads on the rank with most.
         buffer_bytes: bytes that the largest update allocates while it runs.
-        owners: per mesh, what its matrices' owners do, see :class:`Owners`; empty without Muon.
+        owners: per mesh; empty without Muon.
     """
 
     rewrite = "optimizer"
@@ -105,7 +92,12 @@ class StepReport(RewriteReport):
             f"({self.eager_updates} eagerly, after all reductions)",
             f"optimizer state {state}, buffers of an update at most {buffers}",
         ]
-        lines += [of.to_text() for of in self.owners]
+        for of in self.owners:
+            idle = f", {of.idle} without one" if of.idle else ""
+            lines.append(
+                f"{of.matrices} matrices on {of.ranks} ranks{idle}, exchanged {of.exchanges} "
+                f"times; the busiest rank has {of.balance:.3f} of the mean work"
+            )
         if self.norm_reductions is None:
             return [*lines, "each update follows its gradients' reduction, which frees them"]
         return [
@@ -142,16 +134,16 @@ class StageReport(Report):
     peak_bytes: int
     rank_peak_bytes: int
 
-    def to_text(self) -> str:
-        """Format one line."""
+    def lines(self, members: bool = True) -> list[str]:
+        """List one line."""
         counts = change(self.compiled.collectives_before, self.compiled.collectives_after)
-        return (
+        return [
             f"pipeline stage {self.stage}: {counts}; gathered {self.gathers} and reduced "
             f"{self.reductions} times a step; {size_text(self.gathered_bytes)} gathered, "
             f"{size_text(self.gradient_bytes)} of gradients, {self.under_way} microbatches under "
             f"way of {size_text(self.saved_bytes)} each; at most {size_text(self.peak_bytes)}, the "
-            f"rank's stages together {size_text(self.rank_peak_bytes)}\n"
-        )
+            f"rank's stages together {size_text(self.rank_peak_bytes)}"
+        ]
 
 
 @dataclass(frozen=True)
@@ -240,24 +232,22 @@ class CompileReport(Report):
         """Return the last graph of a stage, or None."""
         return next((g for g in reversed(self.graphs) if g.stage == stage), None)
 
-    def to_text(self, members: bool = True) -> str:
-        """Format tables graph by graph, and totals; ``members`` lists those of each bucket."""
-        parts = [text for rewrite in self.rewrites if (text := rewrite.to_text())]
-        parts += [graph.to_text(members) for graph in self.graphs]
-        parts += [schedule.to_text() for schedule in self.schedules]
+    def lines(self, members: bool = True) -> list[str]:
+        """List tables graph by graph, and totals, with an empty line between parts."""
+        parts = [r.lines(members) for r in (*self.rewrites, *self.graphs, *self.schedules)]
         if self.passes:
             rows = [(p.stage, p.name, f"{p.seconds:.3f}") for p in self.passes]
-            parts.append("\n".join(["time per pass, s:", *aligned(rows, right=(2,))]) + "\n")
-        total = f"all graphs: {change(self.collectives_before, self.collectives_after)}\n"
-        total += "".join(f"warning: {text}\n" for text in self.warnings)
+            parts.append(["time per pass, s:", *aligned(rows, right=(2,))])
+        total = [f"all graphs: {change(self.collectives_before, self.collectives_after)}"]
+        total += [f"warning: {text}" for text in self.warnings]
         if self.disabled:
-            total += f"switched off by TORCH_EXT_BUCKETING_DISABLE: {', '.join(self.disabled)}\n"
-        return "\n".join([*parts, total])
+            total.append(f"switched off by TORCH_EXT_BUCKETING_DISABLE: {', '.join(self.disabled)}")
+        separated = ([*part, ""] for part in map(list, parts) if part)
+        return [*itertools.chain.from_iterable(separated), *total]
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for count in counts:
-        for kind, number in count.items():
-            total[kind] = total.get(kind, 0) + number
-    return total
+        total.update(count)
+    return dict(total)

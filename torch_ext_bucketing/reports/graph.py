@@ -1,13 +1,10 @@
-"""Records of collectives: in a bucket, or not merged.
-
-The report of bucketing on one graph, and its logging.
-"""
+"""The report of bucketing on one graph, and its logging."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -26,8 +23,8 @@ ClosedBy = Literal["bytes", "run", "dependency", "search", "end"]
 class PayloadMember:
     """A member's place in the packed buffer, in bytes of one rank's part.
 
-    That part is the rank's shards in an all-gather, the rows that the rank receives in a
-    reduce-scatter, and the whole buffer in an all-reduce.
+    One rank's part is its shards in an all-gather, the rows that it receives in a reduce-scatter,
+    and the whole buffer in an all-reduce.
 
     Args:
         fqns: its parameters; empty if it has no tag.
@@ -43,7 +40,7 @@ class PayloadMember:
 
 @dataclass(frozen=True)
 class BucketReport(Record):
-    """A bucket.
+    """Collectives that were merged into one.
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
@@ -143,38 +140,33 @@ class GraphReport(NotMerged, Report):
     kinds: tuple[str, ...] = KINDS
     from_cache: bool = False
 
-    def to_text(self, members: bool = True) -> str:
-        """Format a table of the buckets, and what is in none.
-
-        Args:
-            members: list each bucket's members with their byte offsets.
-        """
-        lines = [self.summary()]
+    def lines(self, members: bool = True) -> Iterator[str]:
+        """Yield a table of the buckets, and what is in none."""
+        yield self.summary()
         if self.buckets:
             head, *rows = table(_BUCKET, self.buckets, right=(2, 3, 4, 5))
-            lines += ["", head]
+            yield from ("", head)
             for bucket, line in zip(self.buckets, rows, strict=True):
-                lines.append(line)
+                yield line
                 if bucket.detail:
-                    lines.append(f"    {bucket.detail}")
+                    yield f"    {bucket.detail}"
                 if bucket.no_key:
-                    lines.append(f"    no key: {'; '.join(bucket.no_key)}")
+                    yield f"    no key: {'; '.join(bucket.no_key)}"
                 if members:
-                    lines += [f"    {m}" for m in table(_MEMBER, bucket.members, right=(0, 1))]
+                    yield from (f"    {m}" for m in table(_MEMBER, bucket.members, right=(0, 1)))
         if self.unmerged:
-            lines += ["", f"eligible and not merged: {len(self.unmerged)}"]
-            lines += [f"  {line}" for line in table(_UNMERGED, self.unmerged, right=(2,))]
+            yield from ("", f"eligible and not merged: {len(self.unmerged)}")
+            yield from (f"  {line}" for line in table(_UNMERGED, self.unmerged, right=(2,)))
         if self.ineligible:
-            lines += ["", f"not eligible: {len(self.ineligible)}"]
+            yield from ("", f"not eligible: {len(self.ineligible)}")
             by_reason: dict[str, list[str]] = {}
             for left in self.ineligible:
                 by_reason.setdefault(left.reason, []).append(left.node)
-            lines += [f"  {reason}: {', '.join(nodes)}" for reason, nodes in by_reason.items()]
+            yield from (f"  {reason}: {', '.join(nodes)}" for reason, nodes in by_reason.items())
         if self.uncovered:
-            lines += ["", f"in no unit: {', '.join(self.uncovered)}"]
+            yield from ("", f"in no unit: {', '.join(self.uncovered)}")
         if self.splits:
-            lines += ["", *self.splits]
-        return "\n".join(lines) + "\n"
+            yield from ("", *self.splits)
 
     def summary(self) -> str:
         """Format one line: collectives per kind before and after, and what closed the buckets."""
@@ -205,18 +197,13 @@ def emit(report: GraphReport) -> None:
     trace_artifact(ARTIFACT, report.to_json, "json")
 
 
-def _share_of_cap(bucket: BucketReport) -> str:
-    wire, cap = bucket.wire_bytes, bucket.cap_bytes
-    return f"{100 * wire / cap:.0f}%" if wire and cap else "-"
-
-
 _BUCKET: dict[str, Callable[[BucketReport], object]] = {
     "kind": lambda b: COLLECTIVES[b.kind].short + (f" {b.reduce_op}" if b.reduce_op else ""),
     "group": lambda b: b.group,
     "ranks": lambda b: b.group_size,
     "members": lambda b: len(b.members),
     "bytes": lambda b: size_text(b.nbytes if b.wire_bytes is None else b.wire_bytes),
-    "of cap": _share_of_cap,
+    "of cap": lambda b: f"{(b.wire_bytes or 0) / b.cap_bytes:.0%}" if b.cap_bytes else "-",
     "closed by": lambda b: b.closed_by,
     "packed by": lambda b: b.packed_by,
     "node": lambda b: b.node,

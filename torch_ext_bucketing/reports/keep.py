@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 from .base import Report, size_text, table
@@ -76,7 +76,7 @@ class KeepReport(Report):
         warning: why nothing is kept, or why the bound is missed.
         size_hints: values taken for sizes that depend on data.
         machine: the machine of the cost model, and its ranks per node.
-        seconds: time of the search, including ``model_seconds`` for the model of the graph.
+        seconds: time of the search, the model of the graph included.
     """
 
     derived = ("rewrite",)
@@ -93,7 +93,7 @@ class KeepReport(Report):
     next_ms: float = 0.0
     next_units: tuple[str, ...] = ()
     less_ms: float | None = None
-    curve: tuple[tuple[int, float, int, int], ...] = field(default=())
+    curve: tuple[tuple[int, float, int, int], ...] = ()
     tried: int = 0
     host_bound_bytes: int = 0
     host_bytes: int = 0
@@ -103,58 +103,55 @@ class KeepReport(Report):
     size_hints: str = ""
     machine: str = ""
     seconds: float = 0.0
-    model_seconds: float = 0.0
 
     @property
     def kept(self) -> tuple[str, ...]:
         """Names of the kept units."""
         return tuple(u.name for u in self.units if u.kept)
 
-    def to_text(self) -> str:
-        """Format a few lines, and a table of the units."""
+    def lines(self, members: bool = True) -> Iterator[str]:
+        """Yield a few lines, and a table of the units."""
         kept = [u for u in self.units if u.kept]
         gathers = [u.kept for u in self.units if u.parameters and not u.part]
-        parts = sum(u.part for u in kept)
-        of_them = f"{sum(gathers)} of {len(gathers)} units"
-        of_them += f", {parts} more in part" if parts else ""
         saves = [u.kept for u in self.units if not u.parameters]
-        groups = f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
-        lines = [
-            f"kept from forward to backward: {of_them}{groups}, "
+        parts = sum(u.part for u in kept)
+        more = f", {parts} more in part" if parts else ""
+        more += f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
+        yield (
+            f"kept from forward to backward: {sum(gathers)} of {len(gathers)} units{more}, "
             f"{size_text(sum(u.nbytes for u in kept))}, under a bound of "
-            f"{size_text(self.bound_bytes)}",
+            f"{size_text(self.bound_bytes)}"
+        )
+        yield (
             f"  step {self.step_ms[0]:.2f} ms -> {self.step_ms[1]:.2f} ms, "
             f"peak {size_text(self.peak_bytes[0])} -> {size_text(self.peak_bytes[1])} "
-            f"({size_text(self.all_peak_bytes)} with all kept)",
-        ]
+            f"({size_text(self.all_peak_bytes)} with all kept)"
+        )
         if self.host_bound_bytes:
             held, bound = size_text(self.host_bytes), size_text(self.host_bound_bytes)
-            lines.append(f"  in host memory: {self.parked} activations, {held}, of {bound} allowed")
-            lines += [f"  {line}" for line in table(_BLOCK, self.blocks, right=(1, 2, 3))]
+            yield f"  in host memory: {self.parked} activations, {held}, of {bound} allowed"
+            yield from (f"  {line}" for line in table(_BLOCK, self.blocks, right=(1, 2, 3)))
         if self.measured_bytes:
             expected = self.peak_bytes[1] + self.state_bytes
-            lines.append(
+            yield (
                 f"  first step on the device: {size_text(self.measured_bytes)}, "
                 f"{self.measured_bytes / expected:.3f} of what was expected"
             )
         if not all(u.kept or u.part for u in self.units):
             more = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
-            lines.append(f"  one GiB more would save {self.next_ms:.2f} ms{more}")
+            yield f"  one GiB more would save {self.next_ms:.2f} ms{more}"
         if kept:
             less = "be too little" if self.less_ms is None else f"cost {self.less_ms:.2f} ms"
-            lines.append(f"  one GiB less would {less}")
-        shown = [u for u in self.units if u.kept or not u.part]
-        lines += [f"  {line}" for line in table(_UNIT, shown, right=(2, 3, 4, 5)) if self.units]
+            yield f"  one GiB less would {less}"
+        if self.units:
+            shown = [u for u in self.units if u.kept or not u.part]
+            yield from (f"  {line}" for line in table(_UNIT, shown, right=(2, 3, 4, 5)))
         if self.unread:
-            lines.append(f"  backward reads nothing of {', '.join(self.unread)}")
+            yield f"  backward reads nothing of {', '.join(self.unread)}"
         if self.unknown:
             calls = ", ".join(f"{name} ({number})" for name, number in self.unknown)
-            lines.append(f"  never computed again, as no tag shows that they may be: {calls}")
-        if self.size_hints:
-            lines.append(f"  {self.size_hints}")
-        if self.warning:
-            lines.append(f"  {self.warning}")
-        return "".join(f"{line}\n" for line in lines)
+            yield f"  never computed again, as no tag shows that they may be: {calls}"
+        yield from (f"  {text}" for text in (self.size_hints, self.warning) if text)
 
 
 _UNIT: dict[str, Callable[[KeptUnit], object]] = {

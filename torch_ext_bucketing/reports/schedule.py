@@ -1,13 +1,8 @@
-"""The cost model's times of one compiled graph.
-
-The report of the search for byte caps.
-
-The report of scheduling on one graph.
-"""
+"""The cost model's reports: a graph as it was compiled, the search for byte caps, scheduling."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -63,7 +58,7 @@ class TriedCaps:
 
 
 @dataclass(frozen=True)
-class CapsReport(Report):
+class CapsReport(Record):
     """The caps that :class:`.BySearch` tried and chose.
 
     Args:
@@ -82,18 +77,16 @@ class CapsReport(Report):
         """See :class:`TriedCaps`."""
         return self.chosen.caps_mb
 
-    def to_text(self) -> str:
-        """Format the chosen caps or planner, without a newline."""
-        caps = self.chosen.planner or ", ".join(
-            f"{_cap_text(cap)} for {name}" for name, cap in self.caps_mb
-        )
+    def summary(self) -> str:
+        """Format the chosen caps or planner."""
+
+        def cap_text(cap: float | tuple[float, ...]) -> str:
+            if not isinstance(cap, tuple):
+                return f"{cap:g}"
+            return f"{len(cap)} bucket(s) of {min(cap):.3g} to {max(cap):.3g}"
+
+        caps = self.chosen.planner or ", ".join(f"{cap_text(c)} for {n}" for n, c in self.caps_mb)
         return f"{caps}, of {len(self.tried)} tried"
-
-
-def _cap_text(cap: float | tuple[float, ...]) -> str:
-    if not isinstance(cap, tuple):
-        return f"{cap:g}"
-    return f"{len(cap)} bucket(s) of {min(cap):.3g} to {max(cap):.3g}"
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,7 @@ class ScheduleReport(Report):
     seconds: float = 0.0
 
     def figure(self, name: str) -> int | None:
-        """Return a figure that a policy reports, or None."""
+        """Look up a policy's figure by name."""
         return next((b.figures[name] for b in self.bounds if name in b.figures), None)
 
     @property
@@ -183,28 +176,25 @@ class ScheduleReport(Report):
         """The bound of ``PeakMemory``, or None."""
         return self.figure("limit_bytes")
 
-    def _others(self) -> str:
-        """Format the time of the streams beside the compute stream."""
-        host = [f"host {self.host_ms:.2f}"] if self.host_ms else []
-        found = ", ".join([*host, *(f"group {name} {ms:.2f}" for name, ms in self.group_ms)])
-        most = max([self.compute_ms, *(ms for _, ms in self.group_ms)])
-        bound = "; the host bounds the step" if self.host_ms > most else ""
-        return f"compute{', ' * bool(found)}{found}{bound}"
+    def lines(self, members: bool = True) -> Iterator[str]:
+        """Yield a table, and lines of notes and warnings."""
+        yield from aligned(self._rows(), right=(1, 2))
+        if self.machine:
+            yield f"times are for: {self.machine}"
+        if self.size_hints:
+            yield self.size_hints
+        yield from (*self.notes, *self.warnings)
 
-    def to_text(self) -> str:
-        """Format a table, and lines of notes and warnings."""
-
-        def two(pair: Sequence[float]) -> list[str]:
-            return [f"{value:.2f}" for value in pair]
-
+    def _rows(self) -> list[tuple[str, ...]]:
+        step, exposed = ([f"{ms:.2f}" for ms in pair] for pair in (self.step_ms, self.exposed_ms))
         bounds = [] if self.limit_bytes is None else [self.limit_bytes]
         before, after, peak, *limit = sizes_text(*self.peak_bytes, self.reference_bytes, *bounds)
         most, forced = self.figure("max_run"), self.figure("forced_run")
         run = "" if most is None else f"bound {most}, dependencies force {forced}"
         rows: list[tuple[str, ...]] = [
             ("", "before", "after", ""),
-            ("step, ms", *two(self.step_ms), f"lower bound {self.bound_ms:.2f}, {self.chosen}"),
-            ("exposed, ms", *two(self.exposed_ms), ""),
+            ("step, ms", *step, f"lower bound {self.bound_ms:.2f}, {self.chosen}"),
+            ("exposed, ms", *exposed, ""),
             ("busy, ms", "", f"{self.compute_ms:.2f}", self._others()),
             ("peak", before, after, ", bound ".join([f"unreordered {peak}", *limit])),
             ("largest block", "", size_text(self.largest[1]), f"of {self.largest[0]}"),
@@ -216,13 +206,17 @@ class ScheduleReport(Report):
             text = "what all-to-alls and their sums take longer than rings"
             rows.append(("sums in rank order, ms", "", f"{self.rank_order_ms:.2f}", text))
         if self.optimizer_ms is not None:
-            exposed, kernels, collectives = self.optimizer_ms
+            adds, kernels, collectives = self.optimizer_ms
             text = f"of {kernels:.2f} of kernels and {collectives:.2f} of collectives"
-            rows.append(("optimizer adds, ms", "", f"{exposed:.2f}", text))
+            rows.append(("optimizer adds, ms", "", f"{adds:.2f}", text))
         if self.caps is not None and (self.caps.caps_mb or self.caps.chosen.planner):
-            rows.append(("byte cap, MiB", "", "", self.caps.to_text()))
-        rows += [(bound.policy, "", "", bound.text) for bound in self.bounds if bound.text]
-        notes = [f"times are for: {self.machine}"] if self.machine else []
-        notes += [self.size_hints] if self.size_hints else []
-        lines = [*aligned(rows, right=(1, 2)), *notes, *self.notes, *self.warnings]
-        return "\n".join(lines) + "\n"
+            rows.append(("byte cap, MiB", "", "", self.caps.summary()))
+        return [*rows, *((bound.policy, "", "", bound.text) for bound in self.bounds if bound.text)]
+
+    def _others(self) -> str:
+        """Format the time of the streams beside the compute stream."""
+        texts = [f"host {self.host_ms:.2f}"] if self.host_ms else []
+        texts += [f"group {name} {ms:.2f}" for name, ms in self.group_ms]
+        most = max([self.compute_ms, *(ms for _, ms in self.group_ms)])
+        bound = "; the host bounds the step" if self.host_ms > most else ""
+        return ", ".join(["compute", *texts]) + bound

@@ -100,8 +100,8 @@ class Comparison(Report):
     causes: tuple[Cause, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def to_text(self) -> str:
-        """Format the verdict, each cause with its advice, and the notes."""
+    def lines(self, members: bool = True) -> list[str]:
+        """List the verdict, each cause with its advice, and the notes."""
         if self.equal:
             lines = [f"EQUAL: eager FSDP2's weights after {self.steps} of {self.steps} steps."]
         else:
@@ -117,5 +117,4 @@ class Comparison(Report):
                 names = format_names(cause.parameters)
                 lines.append(f"  It changes {len(cause.parameters)} gradients: {names}")
             lines.append(f"  To change: {cause.advice}.")
-        lines += [f"\nNote: {note}" for note in self.notes]
-        return "\n".join(lines) + "\n"
+        return lines + [f"\nNote: {note}" for note in self.notes]

@@ -15,13 +15,17 @@ common to all, so training goes on through the measurement.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,29 +40,36 @@ from ..passes.facts import RankOrder, last_fact
 from ..planner.schedule.memory import PeakMemory
 from ..reports.compile import CompileReport
 from ..reports.schedule import EstimateReport
-from ..reports.tuning import TuneReport
-from . import measured as record
-from .candidates import Figures, best_of, combine, correct
+from . import choice
 from .candidates import candidates as default_candidates
-from .measured import Meeting, Meter
+from .choice import Figures, TuneReport, best_of, combine, correct
+from .meeting import Meeting
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# Those that take at most this much longer than the fastest are measured again: medians of a few
-# steps differ by some percent from run to run.
+# Candidates that take at most this much longer than the fastest are measured again: medians of a
+# few steps differ by some percent from run to run.
 _CLOSE = 1.1
 
 
-class Tuner:
-    """A backend for ``torch.compile`` that tries ``candidates`` and keeps the fastest.
+def tune(
+    model: nn.Module,
+    candidates: Mapping[str, str | Compiler] | None = None,
+    *,
+    steps: int = 5,
+    memory: PeakMemory | None = None,
+    timeout: timedelta | None = None,
+) -> Tuner:
+    """Return a backend for ``torch.compile`` that tries ``candidates`` and keeps the fastest.
 
-    Steps of :meth:`step` try one candidate each, in turn: one step that compiles and warms up, then
-    ``steps`` measured ones, and as many again for those within 10% of the fastest. A step takes as
-    long as on its slowest rank; medians of it, over the other candidates' steps of the same round,
-    decide alike on all ranks. The fastest candidate within ``memory`` is kept. The choice is stored
-    in the folder of Inductor's caches; a later start with the same graph, candidates and machine
-    takes it without measuring. A step that compiles something on any rank is not counted.
+    Steps of :meth:`.Tuner.step` try one candidate each, in turn: one step that compiles and warms
+    up, then ``steps`` measured ones, and as many again for those within 10% of the fastest. A step
+    takes as long as on its slowest rank; medians of it, over the other candidates' steps of the
+    same round, decide alike on all ranks. The fastest candidate within ``memory`` is kept. The
+    choice is stored in the folder of Inductor's caches; a later start with the same graph,
+    candidates and machine takes it without measuring. A step that compiles something on any rank is
+    not counted.
 
     Args:
         model: the sharded model, not compiled yet.
@@ -72,38 +83,49 @@ class Tuner:
         timeout: how long a rank waits for the others before a step and before the optimizer, their
             compile times included; None: the default process group's timeout.
 
-    Attributes:
-        chosen: name of the candidate that is kept; None until all are measured.
-        report: the measurements, alike on every rank; None until then.
+    Returns:
+        The backend. Its ``step`` wraps a training step, ``chosen`` is the kept candidate's name,
+        and ``report`` has the measurements, alike on every rank; both are None until all candidates
+        are measured.
 
     Raises:
         ValueError: no candidates, ``steps`` below 1, or ``memory`` without ``gib``.
     """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if memory is not None and memory.gib is None:
+        raise ValueError("memory= is a bound in GiB here: PeakMemory(gib=...)")
+    if candidates is None:
+        candidates = default_candidates(model, memory=memory)
+    if not candidates:
+        raise ValueError("give at least one candidate")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    bound = None if memory is None or memory.gib is None else int(memory.gib * 2**30)
+    return Tuner(candidates, steps, bound, device, Meeting(timeout))
+
+
+class Tuner:
+    """A backend that measures candidates; see :func:`tune`, which makes it.
+
+    Attributes:
+        chosen: name of the candidate that is kept; None until all are measured.
+        report: the measurements, alike on every rank; None until then.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        candidates: Mapping[str, str | Compiler] | None = None,
-        *,
-        steps: int = 5,
-        memory: PeakMemory | None = None,
-        timeout: timedelta | None = None,
+        candidates: Mapping[str, str | Compiler],
+        steps: int,
+        bound_bytes: int | None,
+        device: torch.device,
+        meeting: Meeting,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
-        if memory is not None and memory.gib is None:
-            raise ValueError("memory= is a bound in GiB here: PeakMemory(gib=...)")
-        if candidates is None:
-            candidates = default_candidates(model, memory=memory)
-        if not candidates:
-            raise ValueError("give at least one candidate")
         self.candidates: dict[str, str | Compiler] = dict(candidates)
         self.chosen: str | None = None
         self.report: TuneReport | None = None
         self._steps = steps
-        self._bound = None if memory is None or memory.gib is None else int(memory.gib * 2**30)
-        self._meeting = Meeting(timeout)
-        self._meter = Meter(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._bound = bound_bytes
+        self._meeting, self._meter = meeting, Meter(device)
         self._running = list(self.candidates)
         self._current = self._running[0]
         self._round, self._left = 0, list(self._running)  # in this round
@@ -224,7 +246,7 @@ class Tuner:
         report = TuneReport(best.name, tuple(found), steps, size, self._bound, bits, factors)
         self._keep(report)
         if self._key:
-            record.save(self._key, report)
+            choice.save(self._key, report)
         if not best.fits:
             warnings.warn(
                 f"no candidate keeps the bound of {self._bound} bytes; {best.name!r} needs least, "
@@ -235,8 +257,8 @@ class Tuner:
 
     def _look_up(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Take the choice of an earlier run, if all ranks have the same."""
-        self._key = record.key_of(gm, inputs, self.candidates, self._bound, self._meter.device)
-        found = record.load(self._key) if self._key else None
+        self._key = choice.key_of(gm, inputs, self.candidates, self._bound, self._meter.device)
+        found = choice.load(self._key) if self._key else None
         mine = "" if found is None or found.chosen not in self.candidates else found.chosen
         names = set(self._meeting.meet("the look-up of an earlier choice", mine))
         if found is not None and names == {mine} and mine:
@@ -264,5 +286,40 @@ class Tuner:
         return len(self.candidates) > 1 and not (alike and len(ours) == len(self.candidates))
 
 
-tune = Tuner
-"""The public name of :class:`Tuner`, for calls."""
+@dataclass
+class Meter:
+    """A clock that waits for the device, and its peak of allocated bytes.
+
+    On CPU the peak is that of the process's resident memory, on Linux; elsewhere it is 0.
+    """
+
+    device: torch.device
+
+    def now_ms(self) -> float:
+        """Return the time once the device has done all work."""
+        if self._has_allocator:
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter() * 1e3
+
+    def restart_peak(self) -> None:
+        """Begin a new peak at what is held now."""
+        if self._has_allocator:
+            torch.accelerator.reset_peak_memory_stats(self.device)
+            return
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # or a step would run in memory that others have left
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        """Return the largest number of bytes held since :meth:`restart_peak`."""
+        if self._has_allocator:
+            return torch.accelerator.max_memory_allocated(self.device)
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return 0
+
+    @property
+    def _has_allocator(self) -> bool:
+        return self.device.type not in ("cpu", "meta")

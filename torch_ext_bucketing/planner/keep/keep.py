@@ -510,7 +510,6 @@ class KeepPlanner:
             size_hints=self.partitioned.costs.hints.to_text(),
             machine=self.partitioned.costs.machine.describe(),
             seconds=self._seconds + time.perf_counter() - clock,
-            model_seconds=self._seconds,
         )
 
     def curve(self, bounds: Sequence[int] | None = None) -> tuple[tuple[int, Outcome], ...]:

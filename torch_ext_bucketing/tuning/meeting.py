@@ -6,42 +6,22 @@ training's, and a waiting rank can name those that it waits for. Keys of the n-t
     n/<r>         the value of rank r, or of a rank that failed on its way nothing
     n/arrived     the number of ranks that came
     n/outcome     "go", or why not; the first rank to write it decides for all
-
-Measure one step on this rank: milliseconds, and the peak of its memory.
-
-Keep a choice in the folder of Inductor's caches, for later starts.
-
-A record is found by everything that the choice depends on: the graph and its inputs, the
-candidates, the bound, the machine, the process groups, torch and this package.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
-import platform
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.fx as fx
 
-from .._source import package_digest
 from .._torch import process_groups as groups
-from .._torch.dynamo import cache_dir, keep_json
-from .._torch.process_groups import group_places
-from ..errors import NoUuidError, TuningError
-from ..passes.backends import BucketingBackend
-from ..passes.cache_key import describe, digest, log_no_uuid
-from ..reports.tuning import TuneReport
+from ..errors import TuningError
 from ..runtime.agreement import LINGER_S, poll
 from ..runtime.launches import ranks_text
 
@@ -166,94 +146,3 @@ class Meeting:
             if self.rank == 0:
                 self._store.delete_key(f"{n}/arrived")
                 self._store.delete_key(f"{n}/outcome")
-
-
-@dataclass
-class Meter:
-    """A clock that waits for the device, and its peak of allocated bytes.
-
-    On CPU the peak is that of the process's resident memory, on Linux; elsewhere it is 0.
-    """
-
-    device: torch.device
-
-    def now_ms(self) -> float:
-        """Return the time once the device has done all work."""
-        if self._has_allocator:
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter() * 1e3
-
-    def restart_peak(self) -> None:
-        """Begin a new peak at what is held now."""
-        if self._has_allocator:
-            torch.accelerator.reset_peak_memory_stats(self.device)
-            return
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # or a step would run in memory that others have left
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def peak_bytes(self) -> int:
-        """Return the largest number of bytes held since :meth:`restart_peak`."""
-        if self._has_allocator:
-            return torch.accelerator.max_memory_allocated(self.device)
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return 0
-
-    @property
-    def _has_allocator(self) -> bool:
-        return self.device.type not in ("cpu", "meta")
-
-
-def key_of(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    candidates: Mapping[str, Any],
-    bound_bytes: int | None,
-    device: torch.device,
-) -> str:
-    """Make the record's key; "" if a candidate can't be identified, and log why."""
-    shapes = [(tuple(x.shape), x.dtype) for x in inputs if isinstance(x, torch.Tensor)]
-    try:
-        names = [(name, _identity(each)) for name, each in candidates.items()]
-    except NoUuidError as error:
-        log_no_uuid("the choice of a candidate", error)
-        return ""
-    backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else ""
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    # How many ranks share a node counts, too.
-    node = (platform.machine(), os.cpu_count(), os.environ.get("LOCAL_WORLD_SIZE", ""))
-    known = (torch.__version__, package_digest(), device_name, node, backend, group_places())
-    return digest(gm.code, *map(repr, (shapes, names, bound_bytes, known)))
-
-
-def load(key: str) -> TuneReport | None:
-    """Read a record; None if there is none, or it can't be read."""
-    try:
-        text = Path(cache_dir(), _name(key)).read_text(encoding="utf-8")
-        report = TuneReport.from_dict(json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    # So that it travels on. The folder may be read-only here.
-    keep_json(_name(key), report.as_dict(), is_written=True)
-    return report
-
-
-def save(key: str, report: TuneReport) -> None:
-    """Write a record, also to what ``torch.compiler.save_cache_artifacts`` returns."""
-    keep_json(_name(key), report.as_dict())
-
-
-def _name(key: str) -> str:
-    return f"torch_ext_bucketing/choices/{key}.json"
-
-
-def _identity(candidate: Any) -> Any:
-    if isinstance(candidate, BucketingBackend):
-        uuid = candidate.pipeline.uuid()
-        if uuid is None:
-            raise NoUuidError(f"{candidate!r} has a pass without a cache key")
-        return uuid, describe(candidate.compiler), candidate.prefetch
-    return describe(candidate)
