@@ -88,7 +88,7 @@ def _compared(
 @pytest.mark.parametrize(
     "names",
     [
-        ("uneven",),
+        ("uneven", "planes, kept"),
         pytest.param(tuple(CASES), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],

@@ -143,8 +143,9 @@ class PartitionedModel:
         }
         live, needed_by = backward.liveness, backward.dependencies.needed_by
         # Recomputed places with their readers and their keepables, last one first.
+        owners = self._owners_of_places(backward)
         self._again = [
-            (i, [j for j in needed_by[i] if not backward.only_ordered(i, j)], self._owners.get(n))
+            (i, [j for j in needed_by[i] if not backward.only_ordered(i, j)], owners[i])
             for i, n in reversed(list(enumerate(backward.dependencies.nodes)))
             if n in again
         ]
@@ -208,8 +209,22 @@ class PartitionedModel:
 
     def keepable_of_place(self, model: Model) -> list[int | None]:
         """Return, for each node of a half, the only keepable that it belongs to, if any."""
-        owners = (self._owners.get(n) for n in model.dependencies.nodes)
-        return [next(iter(o)) if o is not None and len(o) == 1 else None for o in owners]
+        owners = self._owners_of_places(model)
+        return [next(iter(o)) if len(o) == 1 else None for o in owners]
+
+    def _owners_of_places(self, model: Model) -> list[set[int]]:
+        """Return, for each node of a half, the keepables without which it is there."""
+        nodes = model.dependencies.nodes
+        owners = [self._owners.get(n, set()) for n in nodes]
+        for at, members in model.members.items():
+            # A bucket stays as long as one member does, such as a plane that forward doesn't read:
+            #     pack -> all_gather -> wait -> part of a kept plane
+            #                                -> part of another
+            if len({frozenset(self._owners.get(m, ())) for m in members}) > 1:
+                for i, node in enumerate(nodes):
+                    if node is nodes[at] or model.start_of[i] == at:
+                        owners[i] = set()
+        return owners
 
     def distinct(self, kept: Collection[int]) -> frozenset[int]:
         """Drop the parts of parameters that are kept whole."""
