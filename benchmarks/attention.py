@@ -17,7 +17,7 @@ import torch
 from collective_graphs import fake_group
 from cuda_attention import KERNELS, fused, outcome
 
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 
 from .command import parser_of
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from collective_graphs import MAX_BETWEEN
 
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, counts, default_cap, run_child, run_torchs
 from .command import add_json, document_of, parser_of, title, write_results

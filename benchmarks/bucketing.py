@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, add_number, parser_of, write_json
 from .graphs import Graph, chosen, load

@@ -34,7 +34,6 @@ import torch
 import torch.fx as fx
 
 from eager_parity.rows import Row
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
@@ -43,6 +42,7 @@ from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import schedule, schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 from .command import (

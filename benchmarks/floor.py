@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.nodes import GraphLike, graph_of
 from torch_ext_bucketing.graph.sizes import SizeHints
@@ -39,6 +38,7 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
+from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, add_number, document_of, matching, parser_of, title, write_results
 from .graphs import available

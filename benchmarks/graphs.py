@@ -40,9 +40,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_ext_bucketing._source import source_digest
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward
+from torch_ext_bucketing.reports.base import columns
 
 from .command import matching, parser_of, sayer
 from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig

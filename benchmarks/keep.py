@@ -28,7 +28,6 @@ import torch.fx as fx
 
 import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.passes.compilation import Compilation
@@ -38,6 +37,7 @@ from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
+from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, matching, parser_of, write_json
 from .graphs import CONFIGS, available, load

@@ -31,12 +31,12 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch_ext_bucketing._torch.inductor import CustomGraphPass
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import apply_plan
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.fusion import fused
 from torch_ext_bucketing.graph.nodes import FSDP_KINDS
 from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import parameter_groups
 from .command import add_json, add_number, document_of, matching, parser_of, title, write_results

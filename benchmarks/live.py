@@ -36,7 +36,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.inductor import CustomGraphPass
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
 from torch_ext_bucketing.passes import backends
 from torch_ext_bucketing.passes.base import GraphPass
@@ -44,6 +43,7 @@ from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pin_order import pin_order
 from torch_ext_bucketing.planner.cost.machine import job_machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.reports.keep import KeepReport
 
 from . import graphs

@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph import fusion
 from torch_ext_bucketing.passes import backends
+from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, add_number, document_of, parser_of, title, write_results
 

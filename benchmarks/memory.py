@@ -38,11 +38,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from eager_parity.devices import nodes
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.passes.reshard_to import Smaller, make_smaller_group, what_fits
 from torch_ext_bucketing.planner.cost.machine import Machine, job_machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner, Outcome
+from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, add_number, matching, parser_of, write_json
 from .graphs import available

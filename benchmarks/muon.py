@@ -31,8 +31,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.step.matrix import EXCHANGE_BYTES, LEAST_BYTES
 from torch_ext_bucketing.step.owners import (
     Block,

@@ -27,8 +27,8 @@ import torch
 import torch.fx as fx
 from neutrality_graphs import describe
 
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.nodes import kind_of
+from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, default_cap, run_child, run_torchs
 from .command import add_json, document_of, parser_of, title, write_results

@@ -54,7 +54,7 @@ from benchmarks.parity_results import RowResult, combine, first_different, rende
 from eager_parity.devices import why_no_nccl
 from eager_parity.models import MODELS
 from eager_parity.rows import MORE_TOPOLOGIES, PARALLELISM, ROWS, TOPOLOGIES, Row, matrix
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 if TYPE_CHECKING:

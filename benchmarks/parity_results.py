@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from eager_parity.rows import Row
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.payloads import whole_digest
 
 if TYPE_CHECKING:

@@ -43,10 +43,10 @@ from eager_parity.devices import why_no_nccl
 from eager_parity.models import MODELS, build
 from eager_parity.ranks import Runs, mesh_of, row_group
 from eager_parity.rows import Row
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.nodes import KINDS
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {

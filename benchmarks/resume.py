@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, document_of, parser_of, title, write_results
 

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, parameter_groups, run_child
 from .command import add_json, add_number, parser_of, write_json

@@ -33,13 +33,13 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.commands.demo_results import columns
 from torch_ext_bucketing.graph.nodes import collective_kind
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.reports.compile import StepReport
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import ring_rank

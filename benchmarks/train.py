@@ -45,7 +45,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eager_parity.devices import why_no_nccl
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 
 from .command import (

@@ -232,7 +232,7 @@ def step_of_pair(model: nn.Module, run: Callable[..., torch.Tensor]) -> list[tor
 
 def table(document: dict[str, Any]) -> str:
     """Render all starts of each way, and the cost of our warm start relative to plain torch."""
-    from torch_ext_bucketing.commands.demo_results import columns
+    from torch_ext_bucketing.reports.base import columns
 
     lines = [title(document)]
     for world in dict.fromkeys(s["ranks"] for s in document["starts"]):

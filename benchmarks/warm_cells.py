@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.commands.demo_results import columns
+from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.payloads import whole_digest
 from torch_ext_bucketing.testing.trial import hash_of
 

@@ -1,9 +1,4 @@
-"""Define the demo's options, and check them before any rank starts, without importing torch.
-
-Combine the ranks' reports into the demo's result, without importing torch.
-
-Format the demo's result, the dictionary that ``--json`` writes, without importing torch.
-"""
+"""Define the demo's options, and combine the ranks' reports into its result, without torch."""
 
 from __future__ import annotations
 
@@ -12,23 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ..reports.base import aligned
+from ..reports.base import columns
 from ..testing.payloads import Payload, layout_differences, whole_digest
 from ..testing.target import check_options, option
 
-HEAD_DIM = 32
-"""Width of one attention head."""
+HEAD_DIM = 32  # width of one attention head
+WARMUP_STEPS = 3  # not timed: compilation, lazy initialization, first touches of memory
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the demo.
+    """Options of the demo; those without a text are not options of the command.
 
     ``batch`` is in sequences per rank and step, ``seq`` in tokens (bytes). ``channels`` and
-    ``chunk_bytes`` configure the ring simulator.
-
-    Raises:
-        ValueError: a value is out of range. The message begins with the option's name.
+    ``chunk_bytes`` configure the ring simulator. A value out of range is a ValueError.
     """
 
     ranks: int = option(4, "processes to start")
@@ -59,9 +51,6 @@ class Settings:
                 f"dim must be a multiple of {2 * HEAD_DIM} (pairs of {HEAD_DIM} wide attention "
                 f"heads), got {self.dim}"
             )
-
-
-WARMUP_STEPS = 3  # not timed: compilation, lazy initialization, first touches of memory
 
 
 @dataclass
@@ -115,30 +104,27 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
                     report.runs["eager"].payloads, report.runs[name].payloads
                 )
             ]
-    result: dict[str, Any] = {
+    inductor = settings.backend == "inductor"
+    verdict = _inductor_verdict if inductor else _verdict
+    passed, texts = verdict(settings, runs, hashes)
+    differs = layout["fsdp_order"]
+    found = "every bucket's members and byte offsets equal those of eager FSDP2's param groups, on "
+    found += "every rank."
+    if differs:
+        found = "\n  ".join(
+            [f"{len(differs)} differences from eager FSDP2's param groups:", *differs[:5]]
+            + [f"and {len(differs) - 5} more"] * (len(differs) > 5)
+        )
+    return {
         "settings": asdict(settings),
         "torch": first.torch,
         "model": first.model,
         "runs": runs,
         "hashes": hashes,
         "layout_differences": layout,
+        "passed": passed and not (inductor and differs),
+        "findings": [f"Layout: {found}", *texts],
     }
-    verdict = _inductor_verdict if settings.backend == "inductor" else _verdict
-    passed, texts = verdict(settings, runs, hashes)
-    result["passed"] = passed and (settings.backend != "inductor" or not layout["fsdp_order"])
-    result["findings"] = [_layout_text(layout["fsdp_order"]), *texts]
-    return result
-
-
-def _layout_text(differences: Sequence[str]) -> str:
-    if not differences:
-        return (
-            "Layout: every bucket's members and byte offsets equal those of eager FSDP2's param "
-            "groups, on every rank."
-        )
-    shown = "\n".join(f"  {text}" for text in differences[:5])
-    more = f"\n  and {len(differences) - 5} more" if len(differences) > 5 else ""
-    return f"Layout: {len(differences)} differences from eager FSDP2's param groups:\n{shown}{more}"
 
 
 def _verdict(
@@ -175,6 +161,8 @@ def _inductor_verdict(
 ) -> tuple[bool, list[str]]:
     """Return whether the run is reproducible, and texts about that and the distance to eager."""
     again = [a == b for a, b in zip(hashes["fsdp_order"], hashes["fsdp_order_again"], strict=True)]
+    losses = zip(runs["fsdp_order"]["loss"], runs["eager"]["loss"], strict=True)
+    gaps = [abs(a - b) for a, b in losses]
     same = f"are the same after {settings.steps} of {settings.steps} steps"
     if not all(again):
         same = f"first differ at step {again.index(False) + 1}"
@@ -182,18 +170,11 @@ def _inductor_verdict(
         f"{'Reproducible' if all(again) else 'NOT reproducible'}: compiled and trained again, the "
         f"weights {same}.",
         "Inductor's fused kernels keep values in fp32 that eager rounds to bf16, whatever the "
-        f"payload. {_loss_text(runs, 'fsdp_order')}",
+        f"payload. Loss against eager: at most {max(gaps):.2e} apart (step "
+        f"{gaps.index(max(gaps)) + 1}), {gaps[-1]:.2e} at the last step.",
         "Set torch._inductor.config.emulate_precision_casts to round as eager does; the command "
         "compare names the operators that still differ.",
     ]
-
-
-def _loss_text(runs: Mapping[str, Any], name: str) -> str:
-    gaps = [abs(a - b) for a, b in zip(runs[name]["loss"], runs["eager"]["loss"], strict=True)]
-    return (
-        f"Loss against eager: at most {max(gaps):.2e} apart (step {gaps.index(max(gaps)) + 1}), "
-        f"{gaps[-1]:.2e} at the last step."
-    )
 
 
 _LABELS = {
@@ -208,11 +189,6 @@ _HASH = 12
 def label(run: str) -> str:
     """Return a run's display name."""
     return _LABELS[run].strip()
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows of cells: the first column to the left, the others to the right."""
-    return "\n".join(aligned(rows, right=range(1, len(rows[0]))))
 
 
 def render(result: Mapping[str, Any]) -> str:

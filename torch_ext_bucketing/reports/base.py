@@ -55,6 +55,11 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
     ]
 
 
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows with the first column flush left and the others flush right."""
+    return "\n".join(aligned(rows, right=range(1, len(rows[0]))))
+
+
 def table(
     columns: Mapping[str, Callable[[Any], object]], items: Iterable[Any], right: Sequence[int] = ()
 ) -> list[str]:

@@ -37,11 +37,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare; return the exit status."""
-    found = _compare(options_of(args, Options), sayer())
-    print(found.to_text(), end="")
+    result = _compare(options_of(args, Options), sayer())
+    print(result.to_text(), end="")
     if args.json is not None:
-        args.json.write_text(found.to_json() + "\n", encoding="utf-8")
-    return 0 if found.equal else 1
+        args.json.write_text(result.to_json() + "\n", encoding="utf-8")
+    return 0 if result.equal else 1
 
 
 def compare(
@@ -75,14 +75,13 @@ def _compare(options: Options, progress: Callable[[str], object]) -> Comparison:
 
     progress(f"starting {options.ranks} ranks")
     try:
-        found = run_ranks(
+        return run_ranks(
             _on_rank, options.ranks, options, timeout_s=options.timeout_s, on_message=on_message
-        )
+        )[0]
     except RankError:
         if errors:
             raise errors[0] from None
         raise
-    return found[0]
 
 
 def _on_rank(rank: Rank, options: Options) -> Comparison:

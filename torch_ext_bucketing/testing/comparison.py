@@ -69,7 +69,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that alone changes the gradients of ``parameters``, in the order of backward.
+    """One difference that alone changes the gradients of ``parameters``, in backward's order.
 
     ``found`` is the observation, ``advice`` the change to make.
     """
