@@ -73,18 +73,25 @@ class Pair:
         make: Make,
         max_norm: float | None = 0.1,
         model: Callable[[], nn.Module] = Ugly,
+        replicas: int = 1,
+        scaler: Callable[[], torch.amp.GradScaler] | None = None,
         **options: Any,
     ) -> None:
         torch._dynamo.reset()
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        ranks = torch.distributed.get_world_size()
+        shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         torch.manual_seed(0)
         start = model()
         self.max_norm, self.tokens = max_norm, tokens_of(rank, 37, 2, 8)
         self.skip = options.get("skip_nonfinite", False)
         self.eager = eager_fsdp2(copy.deepcopy(start), UNITS, mesh)
-        self.model = teb.data_parallel(start, mesh)
+        mode = "fully_shard" if replicas == 1 else "hybrid_shard"
+        self.model = teb.data_parallel(start, mesh, mode)
         self.optimizers, self.planned = list(make(self.eager)), list(make(self.model))
-        self.options = options
+        self.scaler, planned = (scaler(), scaler()) if scaler else (None, None)
+        self.options = {**options, "grad_scaler": planned}
         self.step = self.planned_step()
 
     def planned_step(self) -> Any:
@@ -101,13 +108,17 @@ class Pair:
     def take(self, *numbers: int, given: Sequence[Sequence[Any]] = ((),)) -> bool:
         """Take a step with the batches of these numbers; return whether all is equal."""
         batches = [(self.tokens(n), *given[i % len(given)]) for i, n in enumerate(numbers)]
-        norm = eager_step(self.eager, self.optimizers, batches, self.max_norm, self.skip)
+        norm = eager_step(
+            self.eager, self.optimizers, batches, self.max_norm, self.skip, self.scaler
+        )
         for batch in batches[:-1]:
             self.step.accumulate(*batch)
         self.step(*batches[-1])
         ours = self.step.total_norm
+        planned = self.options["grad_scaler"]
         return (
             self.same()
+            and (self.scaler is None or self.scaler.state_dict() == planned.state_dict())
             and (norm is None) == (ours is None)
             and (norm is None or norm.item().hex() == ours.item().hex())
         )
@@ -140,16 +151,21 @@ def eager_step(
     batches: Sequence[Sequence[Any]],
     max_norm: float | None,
     skip: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor | None:
     """Take a step as training loops do; return the norm."""
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for batch in batches:
-        loss_of(model, *batch).backward()
+        scaler.scale(loss_of(model, *batch)).backward()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
     norm = None
     if max_norm is not None:
         total = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         norm = getattr(total, "full_tensor", lambda: total)()
     for optimizer in optimizers:
         if not skip or norm is None or norm.isfinite():
-            optimizer.step()
+            scaler.step(optimizer)
         optimizer.zero_grad()
+    scaler.update()
     return norm

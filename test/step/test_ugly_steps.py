@@ -69,6 +69,25 @@ def skips(rank: int, make) -> list[bool]:
     return found
 
 
+def scaled(rank: int, make, max_norm: float | None, replicas: int = 1) -> list[bool]:
+    """Poison steps under a loss scale, which halves there and doubles after two good ones."""
+
+    def both(model: nn.Module):
+        shift = dict(model.named_parameters())["shift"]
+        return [torch.optim.SGD([shift], lr=1e-2), *make(without(model, "shift"))]
+
+    scaler = partial(torch.amp.GradScaler, "cpu", init_scale=3.0 * 2**9, growth_interval=2)
+    pair = Pair(rank, both, max_norm, replicas=replicas, scaler=scaler)
+    found, scales = [], []
+    for n, poisoned in enumerate((True, False, False, True, False)):
+        poison = torch.ones(4)
+        if poisoned and rank == 0:
+            poison[-1] = float("inf")
+        found.append(pair.take(2 * n, 2 * n + 1, given=[(False,), (n % 2 == 1, poison)]))
+        scales.append(pair.scaler.get_scale())
+    return [*found, scales == [768.0, 768.0, 1536.0, 768.0, 768.0]]
+
+
 def mixed_dtypes(rank: int, make) -> list[bool]:
     found = []
     for dtypes in ((BF16, None), (None, BF16), (BF16, torch.float16)):
@@ -223,6 +242,9 @@ CASES = [
     (skips, adamw),
     (skips, sgd),
     (skips, adagrad),
+    (scaled, adamw, 0.1),
+    (scaled, sgd, None),
+    slow(scaled, adagrad, 0.1),
     (mixed_dtypes, adamw),
     (unclipped, plain_sgd),
     (rates, tensor_rate),
@@ -248,9 +270,14 @@ def test_ugly_steps_are_eager_fsdp2s(case):
         assert all(found), found
 
 
+def test_a_loss_scale_with_replicas_is_eager_fsdp2s():
+    for found in on_ranks(scaled, adamw, 0.1, 2, world=4, timeout_s=480):
+        assert all(found), found
+
+
 @pytest.mark.torch
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {}])
-def test_inductors_graphs_update_as_the_optimizer_does(fake_world, options):
+@pytest.mark.parametrize(("options", "scaled"), [({"momentum": 0.9}, False), ({}, True)])
+def test_inductors_graphs_update_as_the_optimizer_does(fake_world, options, scaled):
     torch._dynamo.reset()
     mesh, found = init_device_mesh("cpu", (fake_world,)), []
     tokens = torch.arange(16).view(2, 8)
@@ -259,8 +286,9 @@ def test_inductors_graphs_update_as_the_optimizer_does(fake_world, options):
         model = teb.data_parallel(Ugly(), mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, **options)
         passes = teb.recipe(model, units=UNITS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1536.0, enabled=scaled)
         if planned:
-            step = teb.train_step(model, optimizer, loss_of, passes=passes)
+            step = teb.train_step(model, optimizer, loss_of, passes=passes, grad_scaler=scaler)
         else:
             backend = teb.backend("inductor", passes, model=model)
             run = torch.compile(loss_of, backend=backend, fullgraph=True)
@@ -268,10 +296,11 @@ def test_inductors_graphs_update_as_the_optimizer_does(fake_world, options):
             if planned:
                 step(tokens)
             else:
-                run(model, tokens).backward()
-                optimizer.step()
+                scaler.scale(run(model, tokens)).backward()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
-        found.append((digest(model), state_digest(optimizer)))
+        found.append((digest(model), state_digest(optimizer), scaler.state_dict()))
     assert found[0] == found[1]
 
 

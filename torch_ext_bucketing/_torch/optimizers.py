@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,22 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
             common._global_optimizer_post_hooks,
         )
     return any(hooks)
+
+
+def update_scale(
+    scaler: torch.amp.GradScaler, found_inf: Mapping[torch.optim.Optimizer, Tensor]
+) -> None:
+    """Update a loss scale after steps of optimizers whose gradients were divided by it.
+
+    ``found_inf``: by optimizer a scalar, above zero if the scaler skipped it.
+    """
+    with private_torch():
+        from torch.amp.grad_scaler import OptState
+
+        for optimizer, found in found_inf.items():
+            state = scaler._per_optimizer_states[id(optimizer)]
+            state |= {"stage": OptState.STEPPED, "found_inf_per_device": {found.device: found}}
+    scaler.update()
 
 
 def newton_schulz(

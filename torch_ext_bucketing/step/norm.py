@@ -30,7 +30,7 @@ _c10d = torch.ops._c10d_functional
 _EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
 
 
-def _operator(schema: str, run: Callable[..., Any]) -> Any:
+def operator(schema: str, run: Callable[..., Any]) -> Any:
     """Define an operator that runs the kernels of ``run``, in Inductor's graphs as well."""
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -63,11 +63,11 @@ def _not_finite(total: Tensor) -> Tensor:
 
 
 _library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
-NORMS = _operator("norms(Tensor[] grads, float norm_type) -> Tensor[]", torch._foreach_norm)
-_STACK = _operator("stack(Tensor[] norms, float[] shares) -> Tensor", _stack)
-_TOTAL = _operator("total_norm(Tensor[] vectors, float norm_type) -> Tensor", _total_norm)
-_COEFFICIENT = _operator("coefficient(Tensor total, float max_norm) -> Tensor", _coefficient)
-NOT_FINITE = _operator("not_finite(Tensor total) -> Tensor", _not_finite)
+NORMS = operator("norms(Tensor[] grads, float norm_type) -> Tensor[]", torch._foreach_norm)
+STACK = operator("stack(Tensor[] norms, float[] shares) -> Tensor", _stack)
+_TOTAL = operator("total_norm(Tensor[] vectors, float norm_type) -> Tensor", _total_norm)
+_COEFFICIENT = operator("coefficient(Tensor total, float max_norm) -> Tensor", _coefficient)
+NOT_FINITE = operator("not_finite(Tensor total) -> Tensor", _not_finite)
 
 # norm_strategy in torch's _math_ops.py
 _WITHOUT_POWERS = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
@@ -121,7 +121,7 @@ class Norm:
                 norms.append(call(getitem, found, 0))
                 copies = [m.size(d) for m, d in dims if (m, d) not in sharded_dims(parameters[i])]
                 shares.append(self._share(math.prod(copies)))
-            vector = call(_STACK, norms, shares)
+            vector = call(STACK, norms, shares)
             for mesh, dim in dims:
                 group = as_argument(mesh_group(mesh, dim))
                 if reduce is None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 
+from .._torch.optimizers import update_scale
 from ..errors import EagerOptimizerWarning
 from ..fqns import format_names, parameter_names
 from ..passes.backends import BucketingBackend
@@ -56,11 +57,12 @@ class TrainStep:
         norm: Norm | None,
         make_backend: Callable[[Callable[[], Epilogue] | None], _StepBackend],
         exchange_bytes: int | None,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.model, self.optimizers = model, tuple(optimizers)
         self.total_norm: torch.Tensor | None = None
         self._loss, self._norm, self._make_backend = loss, norm, make_backend
-        self._exchange_bytes = exchange_bytes
+        self._exchange_bytes, self._scaler = exchange_bytes, scaler
         self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
         self._accumulating: Loss | None = None
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
@@ -90,7 +92,9 @@ class TrainStep:
             loss = run(self.model, *args, **kwargs)
         epilogues = self.backend.epilogues
         try:
-            gradients = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+            gradients = torch.autograd.grad(
+                loss, [p for _, p in trained], self._scale(loss), allow_unused=True
+            )
         except BaseException:
             for epilogue in epilogues:
                 epilogue.forget_new()
@@ -110,16 +114,18 @@ class TrainStep:
         for optimizer in self.optimizers:
             mine = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
             if any(p.grad is not None for p in mine):
-                if not self._skipped():
+                if not ran.skips(optimizer):
                     optimizer.step()
                 for p in mine:
                     p.grad = None
             optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler
+        if self._scaler is not None:
+            update_scale(self._scaler, ran.found_inf)
         return loss.detach()
 
-    def _skipped(self) -> bool:
-        skip = self._norm is not None and self._norm.skip
-        return skip and self.total_norm is not None and not self.total_norm.isfinite().item()
+    def _scale(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """Return the scale as the gradient of the loss; backward then makes scaled gradients."""
+        return None if self._scaler is None else self._scaler.scale(torch.ones_like(loss))  # type: ignore[no-any-return]
 
     def accumulate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Add the gradients of a microbatch to ``grad``, reduced; return its loss, detached.
@@ -131,7 +137,7 @@ class TrainStep:
             self._accumulating = torch.compile(self._loss, backend=backend, fullgraph=True)
         with torch.enable_grad():
             loss = self._accumulating(self.model, *args, **kwargs)
-        loss.backward()
+        loss.backward(self._scale(loss))
         return loss.detach()
 
     def _compiled(self) -> tuple[_StepBackend, Loss]:
@@ -142,7 +148,7 @@ class TrainStep:
         key = (accumulated, *options)
         if key not in self._made:
             given = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
-            backend = self._make_backend(lambda: Epilogue.of(*given))
+            backend = self._make_backend(lambda: Epilogue.of(*given, scaler=self._scaler))
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]
@@ -156,6 +162,7 @@ def train_step(
     max_norm: float | None = None,
     norm_type: float = 2.0,
     skip_nonfinite: bool = False,
+    grad_scaler: torch.amp.GradScaler | None = None,
     exchange_bytes: int | None = None,
     passes: Iterable[GraphPass] | None = None,
     compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
@@ -197,6 +204,10 @@ def train_step(
         max_norm: clip the norm of all gradients to this; so is ``norm_type``. None: no clipping.
         skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN.
             Waits for the norm on the host, unless the optimizer is ``fused``.
+        grad_scaler: scales the loss, and is updated by each step. Bits are those of
+            ``scale(loss).backward()``, ``unscale_`` of each optimizer, clipping, ``step`` of each
+            optimizer and ``update``. The returned loss is not scaled. An optimizer with a gradient
+            that is not finite on any rank changes nothing; the host waits for that as eagerly.
         exchange_bytes: bytes of whole matrices, in bfloat16, that ``Muon`` brings to one rank at a
             time. A larger matrix or stack comes alone. None: 256 MiB, or fewer where the bound
             ``memory=`` of :func:`.recipe` leaves less room beside shards and gradients.
@@ -204,11 +215,11 @@ def train_step(
         compiler: see :func:`.backend`; so are ``options``.
 
     Raises:
-        TypeError: ``model``, ``optimizer`` or ``loss`` is something else, or an option is
-            unknown.
+        TypeError: ``model``, ``optimizer``, ``loss`` or ``grad_scaler`` is something else, or an
+            option is unknown.
         ValueError: an optimizer has parameters that are not the model's or another one's, or needs
             a closure; ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given
-            without; ``exchange_bytes`` is not positive.
+            without; ``exchange_bytes`` is not positive; ``grad_scaler`` with parameters in float16.
     """
     one = isinstance(optimizer, torch.optim.Optimizer)
     optimizers = [optimizer] if one else list(optimizer) if isinstance(optimizer, Sequence) else []
@@ -226,9 +237,19 @@ def train_step(
         raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
     if exchange_bytes is not None and exchange_bytes < 1:
         raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
+    if not isinstance(grad_scaler, torch.amp.GradScaler | None):
+        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
+    scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
     taken: set[torch.Tensor] = set()
     for each in optimizers:
         _check(each, model, taken)
+    half = [n for n, p in model.named_parameters() if p.dtype == torch.float16 and p in taken]
+    if scaler is not None and half:
+        raise ValueError(
+            f"GradScaler does not unscale gradients in float16, and {len(half)} parameter(s) are "
+            f"in it: {format_names(half)}. Keep parameters in float32, and compute in float16 by "
+            "the sharding's param_dtype"
+        )
     own = ("compiler", "passes", "model")
     accepted = [f.name for f in fields(BucketingBackend) if f.init and f.name not in own]
     unknown = sorted(options.keys() - set(accepted))
@@ -245,7 +266,7 @@ def train_step(
         return _StepBackend(compiler, chosen, model, epilogue=epilogue, **options)
 
     make_backend(None)  # checks its arguments before the first step
-    return TrainStep(model, optimizers, loss, norm, make_backend, exchange_bytes)
+    return TrainStep(model, optimizers, loss, norm, make_backend, exchange_bytes, scaler)
 
 
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.Tensor]) -> None:

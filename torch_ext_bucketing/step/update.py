@@ -11,6 +11,9 @@ With clipping, updates wait for the norm, one all-reduce per mesh dimension (:mo
     grad -> _foreach_norm -> stack -> pow -> all_reduce -> wait -> pow -> vector_norm -> coefficient
     grad, coefficient -> _foreach_mul_ -> update_
 
+A loss scale divides gradients before their norm (:mod:`.loss_scale`), and updates wait for its
+search for infinite values.
+
 After buckets are merged, :func:`group_calls` joins the nodes of each bucket's gradients. Those that
 wait for the norm are joined across buckets, up to a number of bytes.
 """
@@ -36,12 +39,15 @@ from ..graph.sizes import Work, set_work
 from ..graph.tags import buffer_bytes, mark_optimizer, set_updates, updates_of
 from ..passes.compilation import Choice
 from ..reports.compile import Owners, StepReport
+from .loss_scale import ANY, UNSCALE, append_unscale, inverse_scale
 from .matrix import Update, append_matrices, bytes_within
 from .norm import NORMS, NOT_FINITE, Norm, by_mesh
 from .rules import BY_NAME, UPDATE, MatrixRule, Rule, one_by_one, rule_of, state_of
 
 _aten = torch.ops.aten
-_LISTS = (UPDATE, NORMS, _aten._foreach_mul_.Tensor)
+_LISTS = (UPDATE, NORMS, UNSCALE, _aten._foreach_mul_.Tensor)
+# Per gradient and before the norm: these wait for one bucket alone.
+_AT_ONCE = (NORMS, UNSCALE)
 # Buffers of a call that waits for the norm. AdamW's foreach kernels gain nothing from larger calls
 # (python -m benchmarks.step --calls).
 _CALL_BYTES = 16 << 20
@@ -92,13 +98,15 @@ class Trained:
 
     Args:
         place: its place among all trained parameters of the model, in their order.
-        group: its group in an optimizer; None: its gradient stays an output.
+        group: its group in an optimizer with a rule; None: its gradient stays an output.
+        optimizer: its optimizer, with a rule or without.
     """
 
     fqn: str
     parameter: nn.Parameter
     place: int
     group: Group | None = None
+    optimizer: torch.optim.Optimizer | None = None
 
 
 @dataclass(eq=False)
@@ -112,6 +120,10 @@ class Epilogue:
         aliases: FQN in ``trained`` by other FQNs of the same parameter.
         exchange_bytes: bytes of whole matrices that a rank may receive in one exchange; None: as
             many as the bound on memory allows.
+        scaler: has scaled the loss, and decides which optimizers are skipped; None: no loss scale.
+
+    Attributes:
+        found_inf: by optimizer a scalar, above zero where ``scaler`` skips it.
     """
 
     trained: dict[str, Trained]
@@ -119,6 +131,8 @@ class Epilogue:
     accumulated: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
     exchange_bytes: int | None = None
+    scaler: torch.amp.GradScaler | None = None
+    found_inf: dict[torch.optim.Optimizer, torch.Tensor] = field(default_factory=dict)
     limit_bytes: int | None = None
     total_norm: torch.Tensor | None = None
     updated: list[Trained] = field(default_factory=list)
@@ -140,16 +154,18 @@ class Epilogue:
         norm: Norm | None,
         accumulated: frozenset[str] = frozenset(),
         exchange_bytes: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Epilogue:
         """Make one for all parameters of a model."""
+        owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
         group_of = {p: group for group in groups_of(optimizers) for p in group.given["params"]}
         names = parameter_names(model)
         trained = {
-            fqns[0]: Trained(fqns[0], p, place, group_of.get(p))
+            fqns[0]: Trained(fqns[0], p, place, group_of.get(p), owner.get(p))
             for place, (p, fqns) in enumerate(names.items())
         }
         aliases = {fqn: fqns[0] for fqns in names.values() for fqn in fqns[1:]}
-        return cls(trained, norm, accumulated, aliases, exchange_bytes)
+        return cls(trained, norm, accumulated, aliases, exchange_bytes, scaler)
 
     def append(
         self,
@@ -167,8 +183,8 @@ class Epilogue:
         return _Appending(self, graph, found).run() if found else []
 
     def merged(self, graph: fx.Graph) -> StepReport | None:
-        """Join the nodes of each bucket; with clipping, those of several."""
-        group_calls(graph, self.norm is not None)
+        """Join the nodes of each bucket; with clipping or a loss scale, those of several."""
+        group_calls(graph, self.norm is not None or self.scaler is not None)
         reported, self._reported = self._reported, bool(self.updated)
         if reported or not self.updated:
             return None
@@ -206,14 +222,20 @@ class Epilogue:
         self.ran = True
         return [read() for read in self._inputs]
 
+    def skips(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the step that ran changed nothing of an optimizer; waits for the step."""
+        by_norm = self.norm is not None and self.norm.skip and self.total_norm is not None
+        if by_norm and not self.total_norm.isfinite().item():  # type: ignore[union-attr]
+            return True
+        found = self.found_inf.get(optimizer)
+        return found is not None and bool(found.item())
+
     def finish(self) -> None:
-        """Forget new state if the step that ran changed nothing; call it after each run."""
-        self.ran = False
-        if self._new and self.norm is not None and self.norm.skip:
-            assert self.total_norm is not None
-            if not self.total_norm.isfinite():
-                self.forget_new()
-        self._new = set()
+        """Forget new state of optimizers that did not update; call it after each run."""
+        new = {self.trained[fqn].optimizer for fqn in self._new}
+        skipped = {o for o in new if o is not None and self.skips(o)}
+        self._new = {fqn for fqn in self._new if self.trained[fqn].optimizer in skipped}
+        self.forget_new()
 
     def forget_new(self) -> None:
         """Drop state that was made for a step that did not update: the next one may be eager."""
@@ -266,6 +288,10 @@ def _values_in(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
     return [v for optimizer in optimizers for of in optimizer.state.values() for v in of.values()]
 
 
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
 def _gradient_of(p: Trained) -> torch.Tensor:
     return shard_of(p.parameter.grad)
 
@@ -291,10 +317,15 @@ class _Appending:
             epilogue.gradients = list(gradients)
             epilogue.updated = [p for p in gradients if p.group is not None]
             epilogue.read_state()
+            found_inf = self._unscale(gradients)
             coefficient, skip = self._clip(gradients)
             for gradient in gradients.values() if coefficient is not None else ():
                 self.call(_aten._foreach_mul_.Tensor, [gradient], coefficient)
-            shards = self._update(gradients, skip) if epilogue.updated else {}
+            if skip is not None:  # by the norm, for all optimizers
+                each = {o: self.call(ANY, [of, skip]) for o, of in found_inf.items()}
+                optimizers = {p.optimizer for p in epilogue.updated}
+                found_inf = dict.fromkeys(optimizers, skip) | each  # type: ignore[arg-type]
+            shards = self._update(gradients, found_inf) if epilogue.updated else {}
             # A compile is not a step.
             epilogue.forget_new()
         # AOTAutograd expects gradients. The step drops these, which take no memory.
@@ -321,6 +352,24 @@ class _Appending:
             _note_largest(found[p], p)
         return dict(sorted(found.items(), key=lambda each: each[0].place))
 
+    def _unscale(self, gradients: dict[Trained, fx.Node]) -> dict[Any, fx.Node]:
+        """Divide gradients by the loss scale; return, by optimizer, whether any is not finite."""
+        epilogue = self.epilogue
+        scaler = epilogue.scaler
+        if scaler is None:
+            return {}
+        device = next(iter(gradients.values())).meta["val"].device
+        inverse = self._input("inverse_scale", lambda: inverse_scale(scaler, device))
+        parameters = [p.parameter for p in gradients]
+        optimizers = [p.optimizer for p in gradients]
+        nodes = list(gradients.values())
+        found = append_unscale(self.call, inverse, nodes, parameters, optimizers)
+        for i, (optimizer, node) in enumerate(found.items()):
+            epilogue.found_inf[optimizer] = value = torch.zeros((), device=device)
+            kept = self._input(f"found_inf_{i}", functools.partial(_same, value))
+            self.call(_aten.copy_.default, kept, node)
+        return found
+
     def _clip(self, gradients: dict[Trained, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
         norm = self.epilogue.norm
         if norm is None:
@@ -337,26 +386,32 @@ class _Appending:
         return norm.coefficient(self.call, total), skip
 
     def _update(
-        self, gradients: dict[Trained, fx.Node], skip: fx.Node | None
+        self, gradients: dict[Trained, fx.Node], skips: dict[Any, fx.Node]
     ) -> dict[Trained, fx.Node]:
-        """Append an update per parameter; return the inputs with their shards."""
+        """Append an update per parameter; return the inputs with their shards.
+
+        ``skips``: by optimizer whether the step changes nothing of its parameters.
+        """
         epilogue = self.epilogue
         numbers = {group: self._numbers(group, i) for group, i in self._groups().items()}
         fresh = None
         if any(p.group and p.group.copies_at_first and p.group.names for p in epilogue.updated):
             fresh = self._input("fresh", epilogue.fresh)
-        shards, matrices = {}, []
+        shards: dict[Trained, fx.Node] = {}
+        matrices: dict[fx.Node | None, list[Update]] = {}  # by what skips them
         for p in epilogue.updated:
             group = p.group
             assert group is not None
             shards[p] = shard = self._shard(p)
+            skip = skips.get(p.optimizer)
             state = [
                 self._input_of(p, name, functools.partial(epilogue.state, p.fqn, k))
                 for k, name in enumerate(group.names)
             ]
             if isinstance(group.rule, MatrixRule):
                 nodes = (shard, gradients[p], *state, numbers[group][0])
-                matrices.append(Update(p.fqn, p.parameter, group.given, *nodes))
+                update = Update(p.fqn, p.parameter, group.given, *nodes)
+                matrices.setdefault(skip, []).append(update)
                 continue
             first = fresh if group.copies_at_first else None
             given = (*numbers[group], skip, first, [p.place], group.rule_name)
@@ -370,8 +425,9 @@ class _Appending:
         if cap is None and limit is not None and matrices:
             held = [*epilogue.trained.values(), *epilogue.gradients]
             room = limit - sum(largest_shard_bytes(p.parameter) for p in held)
-            cap = bytes_within(room, [u.parameter for u in matrices])
-        epilogue.owners = append_matrices(self.call, matrices[::-1], skip, cap)
+            cap = bytes_within(room, [u.parameter for of in matrices.values() for u in of])
+        for skip, of in matrices.items():
+            epilogue.owners += append_matrices(self.call, of[::-1], skip, cap)
         return shards
 
     def _groups(self) -> dict[Group, int]:
@@ -444,7 +500,8 @@ class _Appending:
 def group_calls(graph: fx.Graph, clipped: bool) -> None:
     """Join nodes of gradients that one collective reduces, in place, once buckets are merged.
 
-    With clipping, updates and scaling wait for all reductions, so a call covers several buckets.
+    With clipping or a loss scale (``clipped``), updates wait for all reductions, so a call covers
+    several buckets.
     """
     calls: list[list[fx.Node]] = []
     open_calls: dict[Any, tuple[list[fx.Node], int]] = {}
@@ -452,7 +509,7 @@ def group_calls(graph: fx.Graph, clipped: bool) -> None:
         if node.target not in _LISTS:
             continue
         gradient = node.args[1 if node.target is UPDATE else 0][0]
-        waits = clipped and node.target is not NORMS
+        waits = clipped and node.target not in _AT_ONCE
         value, reduction = gradient.meta["val"], None if waits else _reduction_of(gradient)
         others = [a for a in node.args if not isinstance(a, list | tuple)]
         key = (node.target, reduction, value.dtype, value.device, *others)
@@ -500,13 +557,14 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     if last.target is UPDATE:
         fqns = [fqn for m in members for fqn in updates_of(m)]
         set_updates(last, fqns, _together(last)(map(buffer_bytes, members)))
-    if last.meta["val"] is not None:
+    if last.target is NORMS:  # a result for each gradient
         last.meta["val"] = [v for m in members for v in m.meta["val"]]
-    at = last
-    items = [(i, user) for i, member in enumerate(members) for user in member.users]
-    for i, item in items:
-        item.args = (last, i)
-        at.append(item)
-        at = item
+        at = last
+        items = [(i, user) for i, member in enumerate(members) for user in member.users]
+        for i, item in items:
+            item.args = (last, i)
+            at.append(item)
+            at = item
     for member in members[:-1]:
+        member.replace_all_uses_with(last)  # the flag of a loss scale
         graph.erase_node(member)
