@@ -149,7 +149,7 @@ REWRITES = [
     "passes.add_by_unit",
     "passes.reduce_scatter_first",
     "passes.separate_groups",
-    "passes.match_fsdp2",
+    "passes.pipeline",
 ]
 
 

@@ -3,7 +3,7 @@
 Importing the package changes nothing in torch; only ``hooks.install()``, for torch's own passes,
 does. This module exports what most programs need. The rest is imported from its module:
 
-- ``passes.facts``, ``passes.compilation``: for a ``GraphPass`` of your own;
+- ``passes.base``, ``passes.compilation``: for a ``GraphPass`` of your own;
 - ``bucketing.plan.BucketPlanner``, ``planner.schedule.policy.Policy``: for a planner or a policy
   of your own;
 - ``passes.park.Park``: activations in host memory, by module;
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .passes.bucketing import BucketByCap as BucketByCap
     from .passes.bucketing import BucketByUnit as BucketByUnit
     from .passes.bucketing import FixedOrderReduce as FixedOrderReduce
-    from .passes.match_fsdp2 import MatchFSDP2 as MatchFSDP2
+    from .passes.pipeline import MatchFSDP2 as MatchFSDP2
     from .passes.separate_groups import SeparateGroups as SeparateGroups
     from .planner.cost.machine import Machine as Machine
     from .planner.resharding import ReshardAfterForward as ReshardAfterForward
@@ -61,7 +61,7 @@ _HOME = {
     "FixedOrderReduce": "passes.bucketing",
     "GraphPass": "passes.base",
     "Machine": "planner.cost.machine",
-    "MatchFSDP2": "passes.match_fsdp2",
+    "MatchFSDP2": "passes.pipeline",
     "MaxComputeRun": "planner.schedule.memory",
     "Overlap": "planner.schedule.policy",
     "PeakMemory": "planner.schedule.memory",

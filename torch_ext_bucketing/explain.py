@@ -23,7 +23,6 @@ from .graph.sizes import GivenHints
 from .passes.backends import backend
 from .passes.base import GraphPass
 from .passes.compilation import Compilation
-from .passes.facts import Baseline
 from .planner.cost.machine import Machine, job_machine
 from .planner.resharding import ReshardAfterForward
 from .planner.schedule.memory import PeakMemory
@@ -140,7 +139,7 @@ class _Draw(GraphPass):
     """Keeps the timeline of each graph as it is."""
 
     stage = "forward_backward"
-    requires = (Baseline,)
+    reads_baseline = True
     drawn: list[Drawn]
     version: str
     machine: Machine

@@ -21,7 +21,7 @@ from .fsdp.units import UnitSpec
 from .graph.nodes import KINDS, Kind
 from .passes.base import GraphPass
 from .passes.bucketing import BucketByUnit, FixedOrderReduce
-from .passes.match_fsdp2 import MatchFSDP2
+from .passes.pipeline import MatchFSDP2
 from .planner.cost.machine import Machine
 from .planner.resharding import ReshardAfterForward
 from .planner.schedule.memory import PeakMemory

@@ -33,7 +33,6 @@ from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import merge_buckets
 from torch_ext_bucketing.graph.nodes import KINDS, group_name, kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag
-from torch_ext_bucketing.passes.backends import _run_each
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
@@ -196,7 +195,7 @@ def test_one_rank_adds_nothing(fake_world):
 def test_the_list_is_checked(fake_world):
     cap, sums, order = teb.BucketByCap(25), teb.FixedOrderReduce(), teb.Schedule([teb.Overlap()])
     teb.backend("aot_eager", [cap, sums, order])
-    right = r"The right order: \[BucketByCap, FixedOrderReduce, Schedule\]"
+    right = r"A list that works: \[BucketByCap, FixedOrderReduce, Schedule\]"
     for wrong in ([sums, cap, order], [cap, order, sums]):
         with pytest.raises(ValueError, match=right):
             teb.backend("aot_eager", wrong)
@@ -336,14 +335,14 @@ def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
     for pipeline in (on, off):
         gm, _ = graph_of(BUCKET, fake_world)
         compilation = pipeline.compilation()
-        planned.append(_run_each(pipeline, gm, compilation)().planned_with)
+        pipeline.run("forward_backward", gm, compilation)
+        planned.append(pipeline.planned_with(compilation))
         assert bool(gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)) == (pipeline is on)
     assert "sums in rank order in torch.float32" in planned[0]
     assert "rank order" not in planned[1]
     monkeypatch.delenv("TORCH_EXT_BUCKETING_DISABLE")
     wide = Pipeline([teb.FixedOrderReduce(torch.float64)])
-    gm, _ = graph_of(BUCKET, fake_world)
-    assert "torch.float64" in _run_each(wide, gm, wide.compilation())().planned_with
+    assert "torch.float64" in wide.planned_with(wide.compilation())
 
 
 # --- Inductor ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch_ext_bucketing.graph.nodes import GraphLike, graph_of, kind_of
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.passes.pipeline import in_order
 
 DIM = 32
 
@@ -80,8 +81,7 @@ def rounded() -> Any:
 
 
 def without(name: str, model: nn.Module) -> Any:
-    passes = (p for given in teb.recipe(model) for p in given.expanded())
-    return [p for p in passes if p.name != name]
+    return [p for p in in_order(teb.recipe(model), model) if p.name != name]
 
 
 def tied_and_uneven() -> Any:

@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import PassOrderError
 from torch_ext_bucketing.passes.add_by_unit import AddByUnit
-from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.base import ORDER, GraphPass
 from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.facts import Order
 from torch_ext_bucketing.passes.merge_amax import MergeAmax
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
@@ -23,7 +22,7 @@ UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 
 REFUSED = {
     r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
-    r"nodes\. The right order: \[BucketByCap, BucketByUnit, Schedule\]": (
+    r"nodes\. A list that works: \[BucketByCap, BucketByUnit, Schedule\]": (
         lambda: [teb.Schedule(teb.Overlap()), teb.BucketByCap(), teb.BucketByUnit(UNITS)]
     ),
     "Schedule and Schedule both decide the order of the nodes: give one of them": (
@@ -33,7 +32,7 @@ REFUSED = {
         lambda: [teb.BucketAndSchedule(teb.Overlap()), teb.Schedule(teb.Overlap())]
     ),
     r"FixedOrderReduce comes after BucketAndSchedule .* "
-    r"Give BucketAndSchedule\(\.\.\., reduce=FixedOrderReduce\(\)\)": (
+    r"A list that works: \[BucketAndSchedule\(\.\.\., reduce=FixedOrderReduce\(\)\)\]": (
         lambda: [teb.BucketAndSchedule(teb.Overlap()), teb.FixedOrderReduce()]
     ),
     "both decide which parameters backward gathers again": (
@@ -60,7 +59,7 @@ def test_the_right_order_is_taken():
 def test_a_pass_that_misses_what_it_requires_is_refused():
     class Needs(GraphPass):
         stage = "forward_backward"
-        requires = (Order,)
+        requires = frozenset({ORDER})
 
         def run(self, graph, compilation):
             raise AssertionError("only looked at")
@@ -68,7 +67,10 @@ def test_a_pass_that_misses_what_it_requires_is_refused():
     text = "Needs requires the order of the nodes, which no pass before it provides"
     with pytest.raises(PassOrderError, match=text) as refused:
         Pipeline([Needs(), teb.Schedule(teb.Overlap())])
-    assert refused.value.working == ()
+    assert [p.name for p in refused.value.working] == ["Schedule", "Needs"]
+    with pytest.raises(PassOrderError, match=text) as refused:
+        Pipeline([Needs(), teb.BucketByCap()])
+    assert [p.name for p in refused.value.working] == ["BucketByCap"]
     assert len(Pipeline([teb.Schedule(teb.Overlap()), Needs()]).forward_backward) == 2
 
 
@@ -111,9 +113,9 @@ def test_following_the_advice_works_for_every_list_of_three(fake_world):
         Pipeline(working)
         # The list has each pass, or a pass with it as a part, or one that decides the same.
         kept = {q for p in working for q in (p, *p.parts)}
-        decided = {type(fact) for p in kept for fact in p.provides}
+        decided = {fact for p in kept for fact in p.provides}
         for p in given:
-            assert p in kept or decided.issuperset(map(type, p.provides)), given
+            assert p in kept or decided.issuperset(p.provides), given
     assert ("BucketAndSchedule", "FixedOrderReduce") in refused
     assert ("FixedOrderReduce", "BucketAndSchedule") in refused
 

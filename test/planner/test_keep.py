@@ -24,7 +24,7 @@ from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.nodes import graph_of, kind_of
 from torch_ext_bucketing.graph.tags import member_tags, tag_of
-from torch_ext_bucketing.passes.backends import _run_each, backend
+from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
@@ -344,7 +344,7 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
         compilation = Compilation()
         manager = Pipeline([auto(PeakMemory(gib=gib), machine=machine)])
         manager.run("joint", graph, compilation)
-        bases.append(_run_each(Pipeline(), graph, compilation)().planned_with)
+        bases.append(Pipeline().planned_with(compilation))
     assert bases[0].startswith("keeps 0 of 3 units (nothing) under 1073 bytes")
     assert bases[1].startswith("keeps 3 of 3 units")
     assert len(set(bases)) == 3

@@ -17,7 +17,8 @@ from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.graph.nodes import FROM_HOST, TO_HOST, graph_of
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.passes.park import Parked, ParkReport, import_copies
+from torch_ext_bucketing.passes.base import PARKED
+from torch_ext_bucketing.passes.park import ParkReport, import_copies
 from torch_ext_bucketing.passes.park import finish as finish_copies
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
@@ -47,7 +48,7 @@ class OnJoint(teb.GraphPass):
     """Calls a function with the joint graph's model, and the graph."""
 
     stage = "joint"
-    provides = (Parked(),)
+    provides = frozenset({PARKED})
 
     def __init__(self, function):
         import_copies()

@@ -20,6 +20,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
 from torch_ext_bucketing.fsdp.unit_inputs import register_input_nodes
 from torch_ext_bucketing.passes.add_by_unit import AddByUnit
+from torch_ext_bucketing.passes.pipeline import in_order
 
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -154,7 +155,7 @@ def both(model, units, x, starts=(0, 1), **options):
     for start in starts:
         torch._dynamo.reset()
         compiled = teb.data_parallel(copy.deepcopy(model), mesh, **DTYPES)
-        passes = [q for p in teb.recipe(compiled, units=units) for q in p.expanded()]
+        passes = in_order(teb.recipe(compiled, units=units))[1:]  # without TagParameters
         assert isinstance(passes[0], AddByUnit)
         backend = teb.backend("aot_eager", passes[start:])
         found.append(gradients(compiled, torch.compile(compiled, backend=backend, **options), x))

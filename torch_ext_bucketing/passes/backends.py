@@ -38,14 +38,13 @@ from ..fsdp.tagging import gradients_of, named_inputs
 from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import GivenHints, check_size_hints
 from ..reports.compile import CompileReport
+from ..reports.graph import GraphReport
 from ..runtime import agreement
 from ..runtime.agreement import as_fresh_frame, before_first_run
 from ..runtime.launches import GraphLaunches, launches_of
-from .base import GraphPass, Stage
+from .base import ORDER, PARKED, GraphPass, Stage
 from .cache_key import code_of_fields, describe, digest, log_no_uuid
 from .compilation import Compilation, Extension
-from .facts import Order, last_fact
-from .park import Parked
 from .pin_order import pin_order
 from .pipeline import Pipeline
 from .recompute_check import RecomputeCheck
@@ -60,44 +59,11 @@ _PREFETCH = 50
 
 @dataclass(eq=False, repr=False)
 class BucketingBackend:
-    """A backend for ``torch.compile`` that runs graph passes before a compiler.
+    """A backend for ``torch.compile``; :func:`backend` makes it, and has the arguments.
 
-    Args:
-        compiler: ``"inductor"``, ``"aot_eager"``, or a callable ``compiler(gm, example_inputs)``
-            that gets each forward, backward and inference graph. ``"aot_eager"`` runs graphs as
-            they are, after the default partitioner: it recomputes what activation checkpointing
-            marks and nothing else. ``"inductor"`` changes Inductor's config for its compiles only.
-        passes: see :class:`.Pipeline` for their order.
-        model: the module that FQNs are relative to. None takes the model that a recipe made the
-            passes for, else the module that the latest order or plan with the parameter was made
-            from, else the compiled one. A :class:`.GuessedNamesWarning` names sharded
-            parameters whose FQNs are not sure.
-        prefetch: with ``"inductor"`` and torch's overlap scheduling: how many compute
-            nodes (matrix products, attention) ahead of its use a gather may start
-            (``aten_distributed_optimizations.max_compute_pre_fetch``). None keeps torch's 200.
-        agree: compare what the ranks of each process group launch before a graph's first
-            collective runs for the first time (:mod:`.agreement.exchange`).
-        agree_timeout: how long a rank waits for the others in that comparison, their compile times
-            included; None: the time limit of each process group.
-        size_hints: numbers that estimates of time and memory take for sizes that depend on data,
-            such as the tokens of an expert: one for all, or a callable of the symbol (a sympy
-            expression such as ``u0``) with equal results on every rank. None: torch's hint
-            (``mark_unbacked``), else 8192; at most the size's upper bound. A callable without a
-            ``uuid()`` bypasses Inductor's caches.
-        check_recompute: compare each value that backward recomputes with forward's in the first
-            step, and raise a :class:`.RecomputeError` that names the first one with other bits.
-            That step runs without the compiler's kernels, takes a few times as long as an eager
-            one, and Inductor's caches are not used; later steps are as without the check.
-
-    Raises:
-        TypeError: ``passes`` has something else than passes; ``agree_timeout`` is not a
-            ``timedelta``; ``size_hints`` is neither a whole number nor a callable;
-            ``check_recompute`` is not a bool.
-        ValueError: an unknown ``compiler``; passes that conflict (:class:`.PassOrderError`);
-            ``agree_timeout`` is not positive; ``prefetch`` or ``size_hints`` is negative.
-
-    A compiled function raises ``PlanMismatchError`` on every rank if ranks launch different
-    collectives, and ``RankMissingError`` if a rank did not join the comparison in time.
+    Attributes:
+        pipeline: the passes in the order they run.
+        reports: one per compile.
     """
 
     compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor"
@@ -164,8 +130,7 @@ class BucketingBackend:
         def extend(graph: fx.GraphModule) -> tuple[list[Any], _aot.Wrap]:
             return _extended(graph, compilation)
 
-        facts = (fact for p in self.pipeline.joint for fact in p.provides)
-        with copies_in_partitioner(last_fact(facts, Parked) is not None):
+        with copies_in_partitioner(any(PARKED in p.provides for p in self.pipeline.joint)):
             compiled = self._compile(gm, example_inputs, compilation, agrees, extend, kwargs)
         if is_fresh:
             compiled = as_fresh_frame(compiled)
@@ -207,10 +172,10 @@ class BucketingBackend:
                 check.name(graph.graph)
 
         def each(graph: fx.GraphModule) -> _aot.Wrap:
-            launches_after = _run_each(self.pipeline, graph, compilation)
+            made = self.pipeline.run("forward_backward", graph, compilation)
             if check:
                 check.keep(graph.graph, graph)
-            launches = launches_after() if agrees else None
+            launches = _launches(self.pipeline, graph, compilation, made) if agrees else None
 
             def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
                 checked = check.wrap(run) if check else run
@@ -285,15 +250,15 @@ class _InductorPass(CustomGraphPass):
             return
         report = self._compilation.report
         done = len(report.graphs), len(report.schedules), len(report.estimates)
-        launches_after = _run_each(self._passes, graph, self._compilation)
+        made = self._passes.run("forward_backward", graph, self._compilation)
         self._made = report.since(*done)
-        launches = launches_after()
+        launches = _launches(self._passes, graph, self._compilation, made)
         _warn_of_group_names(launches)
         if self._agrees:
             agreement.insert(graph, launches, self._timeout)
         if self._check:
             self._check.keep(graph, graph.owning_module)
-        if last_fact(self._passes.ahead, Order) is not None:
+        if any(ORDER in p.provides for p in self._passes.ahead):
             pin_order(graph)
 
     def graph_compiled(self) -> CompileReport | None:
@@ -333,15 +298,13 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
         )
 
 
-def _run_each(
-    passes: Pipeline, graph: GraphLike, compilation: Compilation
-) -> Callable[[], GraphLaunches]:
-    """Run the passes after the partitioner; return a function that lists the launches."""
-    g, done = graph_of(graph), len(compilation.report.graphs)
-    passes.run("forward_backward", graph, compilation)
-    buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
-    planned_with = passes.planned_with(compilation)
-    return lambda: launches_of(g, _aot.stage_of(g), buckets, planned_with)
+def _launches(
+    passes: Pipeline, graph: GraphLike, compilation: Compilation, made: Iterable[GraphReport]
+) -> GraphLaunches:
+    """List the launches of a graph after the passes that made these reports."""
+    g = graph_of(graph)
+    buckets = (bucket for report in made for bucket in report.buckets)
+    return launches_of(g, _aot.stage_of(g), buckets, passes.planned_with(compilation))
 
 
 def _extended(graph: fx.GraphModule, compilation: Compilation) -> tuple[list[Any], _aot.Wrap]:
@@ -366,5 +329,55 @@ def _extended(graph: fx.GraphModule, compilation: Compilation) -> tuple[list[Any
     return [node.meta["val"] for node in inputs], wrap
 
 
-backend = BucketingBackend
-"""The public name of :class:`BucketingBackend`, for calls."""
+def backend(
+    compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
+    passes: Iterable[GraphPass] = (),
+    model: torch.nn.Module | None = None,
+    prefetch: int | None = _PREFETCH,
+    agree: bool = True,
+    agree_timeout: timedelta | None = None,
+    size_hints: GivenHints = None,
+    check_recompute: bool = False,
+) -> BucketingBackend:
+    """Return a backend for ``torch.compile`` that runs graph passes before a compiler.
+
+    Args:
+        compiler: ``"inductor"``, ``"aot_eager"``, or a callable ``compiler(gm, example_inputs)``
+            that gets each forward, backward and inference graph. ``"aot_eager"`` runs graphs as
+            they are, after the default partitioner: it recomputes what activation checkpointing
+            marks and nothing else. ``"inductor"`` changes Inductor's config for its compiles only.
+        passes: see :class:`.Pipeline` for their order.
+        model: the module that FQNs are relative to. None takes the model that a recipe made the
+            passes for, else the module that the latest order or plan with the parameter was made
+            from, else the compiled one. A :class:`.GuessedNamesWarning` names sharded
+            parameters whose FQNs are not sure.
+        prefetch: with ``"inductor"`` and torch's overlap scheduling: how many compute
+            nodes (matrix products, attention) ahead of its use a gather may start
+            (``aten_distributed_optimizations.max_compute_pre_fetch``). None keeps torch's 200.
+        agree: compare what the ranks of each process group launch before a graph's first
+            collective runs for the first time (:mod:`.agreement.exchange`).
+        agree_timeout: how long a rank waits for the others in that comparison, their compile times
+            included; None: the time limit of each process group.
+        size_hints: numbers that estimates of time and memory take for sizes that depend on data,
+            such as the tokens of an expert: one for all, or a callable of the symbol (a sympy
+            expression such as ``u0``) with equal results on every rank. None: torch's hint
+            (``mark_unbacked``), else 8192; at most the size's upper bound. A callable without a
+            ``uuid()`` bypasses Inductor's caches.
+        check_recompute: compare each value that backward recomputes with forward's in the first
+            step, and raise a :class:`.RecomputeError` that names the first one with other bits.
+            That step runs without the compiler's kernels, takes a few times as long as an eager
+            one, and Inductor's caches are not used; later steps are as without the check.
+
+    Raises:
+        TypeError: ``passes`` has something else than passes; ``agree_timeout`` is not a
+            ``timedelta``; ``size_hints`` is neither a whole number nor a callable;
+            ``check_recompute`` is not a bool.
+        ValueError: an unknown ``compiler``; passes that conflict (:class:`.PassOrderError`);
+            ``agree_timeout`` is not positive; ``prefetch`` or ``size_hints`` is negative.
+
+    A compiled function raises ``PlanMismatchError`` on every rank if ranks launch different
+    collectives, and ``RankMissingError`` if a rank did not join the comparison in time.
+    """
+    return BucketingBackend(
+        compiler, passes, model, prefetch, agree, agree_timeout, size_hints, check_recompute
+    )

@@ -1,25 +1,42 @@
-"""The base class of passes."""
+"""The base class of passes, the facts that a list of passes is checked by, and their driver."""
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch.fx as fx
 
 from .._source import note_sources
-from .._torch.inductor import CustomGraphPass
+from .._torch.aot import stage_of
+from .._torch.inductor import CustomGraphPass, readable, trace_artifact
 from ..errors import NoUuidError
 from ..graph.nodes import GraphLike, graph_of
-from .facts import Baseline, Fact
+from ..reports.compile import PassTime
+from ..reports.graph import GraphReport
+from .checks import warn_of_silence
 
 if TYPE_CHECKING:
     from ..reports.compile import CompileReport
     from .compilation import Compilation
 
+log = logging.getLogger("torch_ext_bucketing")
+
 Stage = Literal["joint", "forward_backward"]
+
+# Facts about a graph. A pass of your own may add others: any string that says which decision holds.
+TAGS = "the tags of collectives"
+REGATHERS = "which parameters backward gathers again"
+PARKED = "which activations are parked in host memory"
+BUCKETS = "which collectives are merged"
+RANK_ORDER = "how gradients are added up"
+ORDER = "the order of the nodes"
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,41 +54,39 @@ class GraphPass(CustomGraphPass):
     """
 
     stage: ClassVar[Stage]
-    requires: ClassVar[tuple[type[Fact], ...]] = ()
+    requires: ClassVar[frozenset[str]] = frozenset()
     """Facts that must hold before the pass runs."""
-    conflicts_with: ClassVar[tuple[type[Fact], ...]] = ()
+    conflicts_with: ClassVar[frozenset[str]] = frozenset()
     """Facts that the pass may invalidate: passes that provide them come later in a list."""
+    reads_baseline: ClassVar[bool] = False
+    """Whether the pass reads ``compilation.baseline``, which is measured before all passes then."""
+    option: ClassVar[str] = ""
+    """Field of other passes that takes this one, where the two can't be in one list."""
 
     @property
-    def provides(self) -> tuple[Fact, ...]:
-        """Facts that hold after the pass."""
-        return ()
+    def provides(self) -> frozenset[str]:
+        """Facts that hold after the pass. Only one pass may provide each, but :data:`BUCKETS`."""
+        return frozenset()
 
     @property
     def parts(self) -> tuple[GraphPass, ...]:
-        """Passes that this pass runs itself. A part that is switched off provides no facts."""
+        """Passes that this pass runs itself; by their names, they are switched off alone."""
         return ()
 
-    def expanded(self) -> tuple[GraphPass, ...]:
-        """Return the passes that a pipeline runs in this one's place."""
-        return (self,)
-
-    def _set(self, **values: Any) -> None:
-        """Set fields from ``__post_init__``."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    @property
+    def planned_with(self) -> str:
+        """A short text for the times and dtypes that the pass plans with. Ranks compare it."""
+        return ""
 
     @property
     def name(self) -> str:
         """The name of the class, in reports and in ``TORCH_EXT_BUCKETING_DISABLE``."""
         return type(self).__name__
 
-    def with_part(self, other: GraphPass) -> GraphPass | None:
-        """Return this pass with ``other`` among its :attr:`parts`; None where it can't be one.
-
-        For two passes that conflict in either order.
-        """
-        return None
+    def _set(self, **values: Any) -> None:
+        """Set fields from ``__post_init__``."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def install(self) -> None:
         """Prepare the model before it is traced. Called when a backend is made."""
@@ -91,24 +106,14 @@ class GraphPass(CustomGraphPass):
         return compiled
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
-        """Run this pass alone on one graph, in place, and recompile a ``GraphModule``.
-
-        Without ``compilation``, start one, and warn as :func:`.backend` does.
-        """
+        """Run this pass alone on one graph, in place, and recompile a ``GraphModule``."""
         from .._torch.inductor import is_inductor_compiling, uses_cuda_graphs
         from .compilation import Compilation
-        from .diagnostics import warn_of_silence
 
-        alone = compilation is None
         if compilation is None:
             fuses = is_inductor_compiling()
             compilation = Compilation(fuses=fuses, captured=fuses and uses_cuda_graphs())
-        if Baseline in self.requires:
-            compilation.measure(graph_of(graph))
-        self.run(graph, compilation)
-        compilation.changed()
-        if alone:
-            warn_of_silence(graph_of(graph), compilation.report.graphs, compilation)
+        run_passes([self], self.stage, graph, compilation)
         if isinstance(graph, fx.GraphModule):
             graph.recompile()
         return compilation.report
@@ -149,3 +154,60 @@ class GraphPass(CustomGraphPass):
         from .cache_key import code_of_fields
 
         return code_of_fields(self)
+
+
+def run_passes(
+    passes: Sequence[GraphPass],
+    stage: Stage,
+    graph: GraphLike,
+    compilation: Compilation,
+    joint: Sequence[GraphPass] = (),
+) -> list[GraphReport]:
+    """Run the passes of one stage on a graph, and warn about collectives that were not bucketed.
+
+    Every pass runs here: those of a backend, of a whole step, of torch's own config, and one alone.
+    The report gets the time of each. The graph before and after each pass goes to ``TORCH_TRACE``,
+    and to the package's logger at DEBUG.
+
+    Args:
+        joint: passes that ran on the joint graph, and complete their work on this one.
+
+    Returns:
+        The reports of these passes that bucket.
+    """
+    g, done = graph_of(graph), len(compilation.report.graphs)
+    name = stage if stage == "joint" else stage_of(g)
+    # PeakMemory(ratio=...) refers to the graph as the compiler made it, so this comes first.
+    measures = next((p for p in passes if p.reads_baseline), None)
+    clock = time.perf_counter()
+    if measures is not None:
+        compilation.measure(g)
+    measured = time.perf_counter() - clock
+    for p in joint:
+        p.finish(graph, compilation)
+        compilation.changed()
+    for i, p in enumerate(passes):
+        _show(g, f"{name}_{i}_{p.name}_before")
+        clock = time.perf_counter()
+        p.run(graph, compilation)
+        seconds = time.perf_counter() - clock + (measured if p is measures else 0.0)
+        compilation.changed()
+        _show(g, f"{name}_{i}_{p.name}_after")
+        compilation.report.passes.append(PassTime(name, p.name, seconds))
+    if stage == "forward_backward":
+        compilation.complete(graph)
+    made = compilation.report.graphs[done:]
+    warn_of_silence(g, made, compilation)
+    return made
+
+
+def _show(graph: fx.Graph, name: str) -> None:
+    """Trace a graph as an artifact, and log it at DEBUG."""
+    trace_artifact(f"torch_ext_bucketing_{name}", lambda: readable(graph))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s\n%s", name, readable(graph))
+
+
+def last_of(passes: Iterable[object], *classes: type[P]) -> P | None:
+    """Return the last pass of one of the classes, or None."""
+    return next((p for p in reversed(list(passes)) if isinstance(p, classes)), None)

@@ -20,10 +20,10 @@ from ..fsdp.all_to_all import SUM, check_accumulate
 from ..fsdp.units import Units
 from ..graph.edits import unchanged_on_error
 from ..graph.nodes import FSDP_KINDS, GraphLike, Kind, check_kinds, graph_of
-from .base import GraphPass, Stage
+from ..runtime.watch import RunWatch, watch_for_shards
+from .base import BUCKETS, ORDER, RANK_ORDER, TAGS, GraphPass, Stage
+from .checks import DividedUnits
 from .compilation import Compilation
-from .diagnostics import DividedUnits, RunWatch, watch_for_shards
-from .facts import Buckets, Fact, Order, RankOrder, Tags
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,8 +43,9 @@ class BucketByUnit(GraphPass):
     """
 
     stage: ClassVar[Stage] = "forward_backward"
-    requires = (Tags,)
-    conflicts_with = (RankOrder, Order)
+    requires = frozenset({TAGS})
+    conflicts_with = frozenset({RANK_ORDER, ORDER})
+    provides = frozenset({BUCKETS})
     units: Units | Iterable[Sequence[str]]
     kinds: Collection[Kind] = FSDP_KINDS
     payload_order: PayloadKey | Literal["units"] | None = "units"
@@ -64,16 +65,13 @@ class BucketByUnit(GraphPass):
         return self.payload_order
 
     @property
-    def provides(self) -> tuple[Fact, ...]:
-        return (Buckets(tuple(self.kinds), self._units, self._planner),)
-
-    @property
-    def _planner(self) -> ByUnit:
+    def planner(self) -> ByUnit:
+        """The planner of the buckets."""
         return ByUnit(self._units, self.kinds)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        plan = self._planner.plan(analysis)
+        plan = self.planner.plan(analysis)
         report = merge_and_report(analysis, plan, self._payload_key, self.kinds)
         compilation.report.graphs.append(report)
         if plan.uncovered:
@@ -82,7 +80,7 @@ class BucketByUnit(GraphPass):
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Watch the first runs for gradients that are not reduced as planned."""
-        return RunWatch(self._units, compilation).watch(compiled)
+        return RunWatch(self._units, compilation.watched).watch(compiled)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,8 +96,9 @@ class BucketByCap(GraphPass):
     """
 
     stage: ClassVar[Stage] = "forward_backward"
-    requires = (Tags,)
-    conflicts_with = (RankOrder, Order)
+    requires = frozenset({TAGS})
+    conflicts_with = frozenset({RANK_ORDER, ORDER})
+    provides = frozenset({BUCKETS})
     cap_mb: CapMb = None
     _: KW_ONLY
     kinds: Collection[Kind] = FSDP_KINDS
@@ -107,14 +106,14 @@ class BucketByCap(GraphPass):
     groups: Groups = None
     non_adjacent: bool = True
     payload_order: PayloadKey | None = None
-    _planner: ByCap = field(init=False)
+    planner: ByCap = field(init=False)
 
     def __post_init__(self) -> None:
         check_payload_order(self.payload_order)
         cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
         self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds), groups=check_groups(self.groups))
         self._set(
-            _planner=ByCap(
+            planner=ByCap(
                 cap_mb,
                 kinds=self.kinds,
                 eligible=self.eligible,
@@ -123,19 +122,15 @@ class BucketByCap(GraphPass):
             )
         )
 
-    @property
-    def provides(self) -> tuple[Fact, ...]:
-        return (Buckets(tuple(self.kinds), planner=self._planner),)
-
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        plan = self._planner.plan(analysis)
+        plan = self.planner.plan(analysis)
         report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Look for shards in the first run, and warn if there are none."""
-        return watch_for_shards(compiled, compilation)
+        return watch_for_shards(compiled, compilation.watched)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -159,16 +154,18 @@ class FixedOrderReduce(GraphPass):
     """
 
     stage: ClassVar[Stage] = "forward_backward"
-    requires = (Tags,)
-    conflicts_with = (Order,)
+    requires = frozenset({TAGS})
+    conflicts_with = frozenset({ORDER})
+    provides = frozenset({RANK_ORDER})
+    option = "reduce"
     accumulate: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         check_accumulate(self.accumulate)
 
     @property
-    def provides(self) -> tuple[Fact, ...]:
-        return (RankOrder(self.accumulate),)
+    def planned_with(self) -> str:
+        return f"sums in rank order in {self.accumulate}"
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)

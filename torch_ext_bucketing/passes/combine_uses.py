@@ -62,8 +62,7 @@ from ..graph.values import (
 )
 from ..reports.base import Cause, LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import GraphPass, Stage
-from .facts import Tags
+from .base import TAGS, GraphPass, Stage
 
 if TYPE_CHECKING:
     from .compilation import Compilation
@@ -130,7 +129,7 @@ class CombineUses(GraphPass):
     """
 
     stage: ClassVar[Stage] = "joint"
-    requires = (Tags,)
+    requires = frozenset({TAGS})
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         compilation.report.rewrites.append(combine_uses(graph_of(graph)))

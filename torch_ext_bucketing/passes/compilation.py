@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
@@ -22,7 +22,23 @@ from ..graph.liveness import beside_bytes, kept_inputs
 from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import GivenHints, SizeHints
 from ..reports.compile import CompileReport, RewriteReport
-from .facts import Baseline, Fact
+from ..runtime.watch import Watched
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The memory of a graph before the first pass of its stage.
+
+    Args:
+        peak_bytes: estimated peak of live bytes; None if the estimate failed.
+        external_live_bytes: bytes that are live while the graph runs and are not its inputs: those
+            that the allocator holds beside it (:func:`.beside_bytes`), and for a backward graph the
+            forward inputs that it does not read, such as shards of parameters that were saved
+            gathered, unless the forward graph was cached.
+    """
+
+    peak_bytes: int | None = None
+    external_live_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ class Compilation:
             code, and the tensor.
         frame: number of the compiled code object; a recompile has the same.
         size_hints: see :func:`.backend`; so is ``model``.
-        ahead: facts that the passes after the partitioner provide, in the order of the passes.
+        ahead: the passes that will run after the partitioner; see :attr:`.Pipeline.ahead`.
         tagged: number of collectives of the joint graph with a tag.
         choice: set by ``ReshardAfterForward("auto")``.
         baseline: memory of the current graph, set by the pipeline.
@@ -96,7 +112,7 @@ class Compilation:
     frame: int | None = None
     size_hints: GivenHints = None
     model: nn.Module | None = None
-    ahead: tuple[Fact, ...] = ()
+    ahead: tuple[object, ...] = ()
     report: CompileReport = field(default_factory=CompileReport)
     tagged: int = 0
     choice: Choice | None = None
@@ -148,6 +164,18 @@ class Compilation:
         # Backward may read only the shape of a shard that is uneven on other ranks: 0 bytes.
         unseen = (n - mine.get(name, 0) for name, n in self._forward_inputs.items())
         return beside + sum(n for n in unseen if n > 0)
+
+    @property
+    def watched(self) -> Watched:
+        """This compile, for the functions of :mod:`.runtime.watch`."""
+
+        def has_collectives() -> bool:
+            report = self.report
+            cached = any(graph.from_cache for graph in report.graphs)
+            return cached or bool(self.tagged or report.collectives_before)
+
+        fqns: Any = self.input_fqns or {}
+        return Watched(fqns, self.model, has_collectives, self.warn)
 
     def warn(self, text: str, category: type[Warning]) -> None:
         """Warn, and add the text to the report; once per category and compile."""

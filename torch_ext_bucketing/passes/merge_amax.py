@@ -27,8 +27,7 @@ from ..graph.nodes import GraphLike, bucket_key, graph_of, kind_of, reduce_op
 from ..graph.tags import tag_of
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
-from .base import GraphPass, Stage
-from .facts import Tags
+from .base import TAGS, GraphPass, Stage
 
 if TYPE_CHECKING:
     from .compilation import Compilation
@@ -61,7 +60,7 @@ class MergeAmax(GraphPass):
     """
 
     stage: ClassVar[Stage] = "joint"
-    requires = (Tags,)
+    requires = frozenset({TAGS})
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)

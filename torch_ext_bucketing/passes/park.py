@@ -49,18 +49,10 @@ from ..graph.nodes import (
 )
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import GraphPass, Stage
-from .facts import Fact, Tags
+from .base import PARKED, TAGS, GraphPass, Stage
 
 if TYPE_CHECKING:
     from .compilation import Compilation
-
-
-@dataclass(frozen=True)
-class Parked(Fact):
-    """The activations that wait in host memory for backward are chosen."""
-
-    text = "which activations are parked in host memory"
 
 
 @dataclass(frozen=True)
@@ -106,8 +98,8 @@ class Park(GraphPass):
     """
 
     stage: ClassVar[Stage] = "joint"
-    requires = (Tags,)
-    provides = (Parked(),)
+    requires = frozenset({TAGS})
+    provides = frozenset({PARKED})
     modules: Iterable[str]
 
     def __post_init__(self) -> None:

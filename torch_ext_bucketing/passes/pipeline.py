@@ -1,46 +1,121 @@
-"""Check a list of passes and run it."""
+"""The order of passes: which passes a recipe's list stands for, and the check of a list."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import os
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Any, ClassVar
 
-import torch.fx as fx
 import torch.nn as nn
 
-from .._torch import aot as _aot
-from .._torch.inductor import readable, trace_artifact
 from ..errors import PassOrderError
-from ..graph.nodes import GraphLike, graph_of
-from ..reports.compile import PassTime
-from .base import GraphPass, Stage
+from ..graph.nodes import GraphLike
+from ..reports.graph import GraphReport
+from .add_by_unit import AddByUnit
+from .base import BUCKETS, ORDER, TAGS, GraphPass, Stage, run_passes
 from .cache_key import brief, digest
+from .combine_uses import CombineUses
 from .compilation import Compilation
-from .diagnostics import warn_of_silence
-from .facts import Baseline, Fact, Order, Tags
+from .merge_amax import MergeAmax
+from .reduce_scatter_first import ReduceScatterFirst
 from .tagging import TagParameters
 
 DISABLE = "TORCH_EXT_BUCKETING_DISABLE"
 """Environment variable: class names of passes to switch off, separated by commas."""
 
-log = logging.getLogger("torch_ext_bucketing")
+
+def in_order(passes: Iterable[GraphPass], model: nn.Module | None = None) -> list[GraphPass]:
+    """List the passes that run for a list such as :func:`.recipe`'s, in the order they run.
+
+    Args:
+        model: names the parameters, where no pass in the list tags collectives.
+    """
+    tags: list[GraphPass] = []
+    joint: list[GraphPass] = []
+    after: list[GraphPass] = []
+    for p in passes:
+        if isinstance(p, MatchFSDP2):
+            joint += [
+                # Removes the views on units' inputs, which hide the patterns of the others.
+                *p.add_by_unit,
+                # One gather and one reduction per parameter, of the sum of its gradients.
+                CombineUses(),
+                # Once per parameter, too: the uses of one share its all-reduce of amax by now.
+                MergeAmax(),
+                # Last, as it moves the all-reduces away from the sums that CombineUses looks for.
+                ReduceScatterFirst(),
+            ]
+        elif TAGS in p.provides:
+            tags.append(p)
+        elif p.stage == "joint":
+            joint.append(p)
+        else:
+            after.append(p)
+    return [
+        # Only the joint graph has the descriptors that tags are made from.
+        *(tags or [TagParameters(model)]),
+        # Joint passes: the partitioner carries out what they mark for recomputation.
+        *joint,
+        # Forward and backward apart: a bucket made earlier could not be split between the two.
+        *after,
+    ]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MatchFSDP2(GraphPass):
+    """Give the joint graph eager FSDP2's collectives, and its order of additions.
+
+    Stands for four passes, in this order. Each changes only graphs that have its pattern:
+
+    - :class:`.AddByUnit` adds the gradients of an activation that several units read unit by unit;
+      only with ``model`` and ``units``.
+    - :class:`.CombineUses` leaves one all-gather and one reduction per parameter and step.
+    - :class:`.MergeAmax` merges the all-reduces of amax that 8-bit all-gathers wait for.
+    - :class:`.ReduceScatterFirst` reduce-scatters HSDP's gradients before it all-reduces them.
+
+    Reports, traces and ``TORCH_EXT_BUCKETING_DISABLE`` name the four.
+
+    Args:
+        model: the model that ``units`` belong to. It is not kept alive.
+        units: FQNs of the modules of each ``fully_shard()`` call, in the order of the calls; see
+            :meth:`.FSDPParamOrder.from_model`.
+
+    Raises:
+        TypeError: ``units`` without ``model``, or ``model`` without ``units``.
+        ValueError: ``units`` do not fit ``model``.
+    """
+
+    stage: ClassVar[Stage] = "joint"
+    requires = frozenset({TAGS})
+    model: InitVar[nn.Module | None] = None
+    units: Iterable[str | Sequence[str]] | None = None
+    add_by_unit: tuple[AddByUnit, ...] = field(init=False, default=())
+
+    def __post_init__(self, model: nn.Module | None) -> None:
+        if (model is None) != (self.units is None):
+            raise TypeError("give model and units, or neither: MatchFSDP2(model, units)")
+        if model is not None and self.units is not None:
+            add_by_unit = AddByUnit(model, self.units)
+            self._set(units=add_by_unit.units, add_by_unit=(add_by_unit,))
+
+    @property
+    def parts(self) -> tuple[GraphPass, ...]:
+        return tuple(in_order([self])[1:])
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        for each in self.parts:
+            each.run(graph, compilation)
+            compilation.changed()
+
+    def __repr__(self) -> str:
+        return "MatchFSDP2()" if self.units is None else f"MatchFSDP2(model, {self.units!r})"
 
 
 class Pipeline:
-    """The passes of a backend, in the order they run.
-
-    1. ``TagParameters``, added if missing. Other passes read tags, and only the joint graph has the
-       descriptors that they are made from.
-    2. The other joint passes, in the given order. The partitioner carries out what they mark for
-       recomputation.
-    3. The forward/backward passes, in the given order, on each graph after the partitioner. A
-       bucket made earlier could not be split between forward and backward again.
+    """The passes of a backend, in the order of :func:`in_order`.
 
     Args:
         passes: passes of one stage in the order they run; the stages may be mixed.
@@ -59,26 +134,29 @@ class Pipeline:
         for p in given:
             if not isinstance(p, GraphPass):
                 raise TypeError(f"{p!r} is not a pass: it must be a GraphPass")
-        ours = [q for p in given for q in p.expanded()]
-        if not any(Tags() in p.provides for p in ours):
-            ours.insert(0, TagParameters(model))
-        ours.sort(key=lambda p: Tags() not in p.provides)
-        _check(ours, {id(q): p for p in given for q in p.expanded()})
-        self.disabled = _switched_off([*given, *(q for p in ours for q in (p, *p.parts))])
-        # By id: a user's dataclass may not be hashable.
-        off = {id(q) for p in given if p.name in self.disabled for q in p.expanded()}
-        running = [p for p in ours if p.name not in self.disabled and id(p) not in off]
+            if p.stage not in ("joint", "forward_backward"):
+                raise ValueError(
+                    f"{p.name}.stage must be 'joint' or 'forward_backward', got {p.stage!r}"
+                )
+        if why := _why_not(in_order(given)):
+            working = _working(given)
+            names = ", ".join(_listed(p, given) for p in working)
+            raise PassOrderError(f"{why}. A list that works: [{names}]", working)
+        self.disabled = off = _switched_off(
+            q for p in (*given, *in_order(given)) for q in (p, *p.parts)
+        )
+        ours = in_order([p for p in given if p.name not in off], model)
+        running = [p for p in ours if p.name not in off]
         self.joint = tuple(p for p in running if p.stage == "joint")
         self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
         for p in running:
             p.install()
 
     @property
-    def ahead(self) -> tuple[Fact, ...]:
-        """Facts that the passes after the partitioner provide, in the order of the passes."""
-        passes = self.forward_backward
-        off = [f for p in passes for q in p.parts if q.name in self.disabled for f in q.provides]
-        return tuple(fact for p in passes for fact in p.provides if fact not in off)
+    def ahead(self) -> tuple[GraphPass, ...]:
+        """The passes after the partitioner, each behind its parts, without those switched off."""
+        passes = (q for p in self.forward_backward for q in (*p.parts, p))
+        return tuple(q for q in passes if q.name not in self.disabled)
 
     def compilation(self, **known: Any) -> Compilation:
         """Start a compile; ``known`` are other fields of :class:`.Compilation`."""
@@ -86,48 +164,24 @@ class Pipeline:
         compilation.report.disabled = self.disabled
         return compilation
 
-    def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
-        """Run the passes of one stage, and warn about what they did not bucket.
-
-        The report gets the time of each pass. The graph before and after each pass goes to
-        ``TORCH_TRACE``, and to the package's logger at DEBUG.
-        """
-        g, done = graph_of(graph), len(compilation.report.graphs)
-        passes = self.joint if stage == "joint" else self.forward_backward
-        name = stage if stage == "joint" else _aot.stage_of(g)
-        measures = next((p for p in passes if Baseline in p.requires), None)
-        clock = time.perf_counter()
-        if measures is not None:
-            compilation.measure(g)
-        measured = time.perf_counter() - clock
-        if stage == "forward_backward":
-            for p in self.joint:
-                p.finish(graph, compilation)
-                compilation.changed()
-        for i, p in enumerate(passes):
-            _show(g, f"{name}_{i}_{p.name}_before")
-            clock = time.perf_counter()
-            p.run(graph, compilation)
-            seconds = time.perf_counter() - clock + (measured if p is measures else 0.0)
-            compilation.changed()
-            _show(g, f"{name}_{i}_{p.name}_after")
-            compilation.report.passes.append(PassTime(name, p.name, seconds))
-        if stage == "forward_backward":
-            compilation.complete(graph)
-        warn_of_silence(g, compilation.report.graphs[done:], compilation)
+    def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> list[GraphReport]:
+        """Run the passes of one stage by :func:`.run_passes`."""
+        if stage == "joint":
+            return run_passes(self.joint, stage, graph, compilation)
+        return run_passes(self.forward_backward, stage, graph, compilation, self.joint)
 
     def planned_with(self, compilation: Compilation) -> str:
-        """Name what graphs are planned with, for ranks to compare.
+        """Name the inputs of plans and orders, for ranks to compare.
 
         These are machines and size hints of an order, the dtype of sums in rank order, and what a
         pass chose on the joint graph.
         """
-        found = [fact.planned_with for fact in self.ahead]
-        if any(isinstance(fact, Order) and fact.planned_with for fact in self.ahead):
+        texts = [p.planned_with for p in self.ahead]
+        if any(ORDER in p.provides and p.planned_with for p in self.ahead):
             hints = compilation.size_hints
-            found.append(f"size hints {brief(hints) if callable(hints) else hints}")
+            texts.append(f"size hints {brief(hints) if callable(hints) else hints}")
         chosen = "" if compilation.choice is None else compilation.choice.text
-        return ", ".join(filter(None, [*found, chosen]))
+        return ", ".join(filter(None, [*texts, chosen]))
 
     def uuid(self) -> str | None:
         """Make a cache key from the keys of all passes; None if a pass has none."""
@@ -135,77 +189,68 @@ class Pipeline:
         return digest(*map(str, uuids), *self.disabled) if all(uuids) else None
 
 
-def _check(passes: Sequence[GraphPass], given: Mapping[int, GraphPass]) -> None:
-    """Check that every pass finds what it requires and undoes nothing.
-
-    Args:
-        given: by id of a pass, the one of the user's list that stands for it.
-
-    Raises:
-        ValueError: a pass has an unknown stage.
-        PassOrderError: the list can't run.
-    """
+def _why_not(passes: Sequence[GraphPass]) -> str:
+    """Return why the passes can't run in this order; empty if they can."""
+    decided: dict[str, GraphPass] = {}
     for p in passes:
-        if p.stage not in ("joint", "forward_backward"):
-            raise ValueError(
-                f"{p.name}.stage must be 'joint' or 'forward_backward', got {p.stage!r}"
-            )
-    passes = sorted(passes, key=lambda p: p.stage != "joint")
-    conflict = _first_conflict(passes)
-    if conflict is None:
-        return
-    text, working = conflict
-    for _ in range(len(passes) ** 2):  # resolving one conflict may make another
-        following = _first_conflict(working)
-        if following is None:
-            break
-        working = following[1]
-    if len(working) == len(passes) and all(any(p is q for q in passes) for p in working):
-        right = {id(p): p for p in (given.get(id(q)) for q in working) if p is not None}
-        text += f". The right order: [{', '.join(p.name for p in right.values())}]"
-    raise PassOrderError(text, working)
+        for fact in sorted(p.requires):
+            if fact not in decided:
+                return f"{p.name} requires {fact}, which no pass before it provides"
+        for fact in sorted(p.provides - {BUCKETS}):
+            if fact in decided:
+                return f"{decided[fact].name} and {p.name} both decide {fact}: give one of them"
+        for fact, earlier in decided.items():
+            if fact in p.conflicts_with:
+                return (
+                    f"{p.name} comes after {earlier.name} and would undo what that decides, {fact}"
+                )
+        decided |= dict.fromkeys(sorted(p.provides), p)
+    return ""
 
 
-def _first_conflict(passes: list[GraphPass]) -> tuple[str, list[GraphPass]] | None:
-    """Find the first pass that can't run at its place.
+def _working(passes: Sequence[GraphPass]) -> list[GraphPass]:
+    """Return a list that works, with as many of the passes as possible."""
+    # Of two that decide the same, the one that decides more stays.
+    rest = list(passes)
+    decided = set[str]()
+    for p in sorted(passes, key=lambda p: -len(p.provides)):
+        facts = p.provides - {BUCKETS}
+        if facts & decided:
+            rest.pop(max(i for i, q in enumerate(rest) if q is p))
+        decided |= facts
+    rest.sort(key=lambda p: p.stage != "joint")
+    working: list[GraphPass] = []
+    holding = {TAGS}
+    while rest:
+        free = (i for i, p in enumerate(rest) if not any(_precedes(q, p) for q in rest))
+        i = next(free, None)
+        if i is not None:
+            p = rest.pop(i)
+            if p.requires <= holding:
+                working.append(p)
+                holding |= p.provides
+            continue
+        # Two passes that undo each other: one takes the other as a part, or one is left out.
+        pairs = [(p, q) for p in rest for q in rest if p.option and hasattr(q, p.option)]
+        part, whole = pairs[0] if pairs else (rest[-1], None)
+        rest = [
+            replace(p, **{part.option: part}) if p is whole else p for p in rest if p is not part
+        ]
+    return working
 
-    Returns:
-        Why, and the list without that conflict; empty if no such list is known.
-    """
-    provided: list[tuple[Fact, int]] = []
-    for late, p in enumerate(passes):
-        for wanted in p.requires:
-            if wanted is not Baseline and not any(isinstance(f, wanted) for f, _ in provided):
-                return f"{p.name} requires {wanted.text}, which no pass before it provides", []
-        for fact, early in provided:
-            if fact.once and any(isinstance(mine, type(fact)) for mine in p.provides):
-                text = f"{passes[early].name} and {p.name} both decide {fact.text}: give one"
-                # Keep the pass that decides more.
-                less = late if len(p.provides) <= len(passes[early].provides) else early
-                return f"{text} of them", [*passes[:less], *passes[less + 1 :]]
-        for fact, early in provided:
-            if isinstance(fact, p.conflicts_with):
-                text = f"{p.name} comes after {passes[early].name} and would undo what that decides"
-                return _without_conflict(f"{text}, {fact.text}", passes, early, late)
-        provided += [(fact, late) for fact in p.provides]
-    return None
+
+def _precedes(first: GraphPass, second: GraphPass) -> bool:
+    """Return whether one pass must come before another one: it undoes that, or is required."""
+    if first is second:
+        return False
+    return bool(first.conflicts_with & second.provides or first.provides & second.requires)
 
 
-def _without_conflict(
-    text: str, passes: list[GraphPass], early: int, late: int
-) -> tuple[str, list[GraphPass]]:
-    """Move the late pass before the early one, or make one of them a part of the other."""
-    first, second = passes[early], passes[late]
-    before, rest = passes[:early], [*passes[early + 1 : late], *passes[late + 1 :]]
-    if not any(isinstance(fact, first.conflicts_with) for fact in second.provides):
-        return text, [*before, second, first, *rest]
-    for whole, part in ((first, second), (second, first)):
-        both = whole.with_part(part)
-        if both is not None:
-            option = next(f.name for f in fields(both) if getattr(both, f.name) is part)
-            text = f"{text}. Give {both.name}(..., {option}={part!r})"
-            return text, [*before, both, *rest]
-    return text, []
+def _listed(p: GraphPass, given: Sequence[GraphPass]) -> str:
+    """Name a pass; show the part that one of those given has become."""
+    if any(p is q for q in given):
+        return p.name
+    return f"{p.name}(..., {', '.join(f'{part.option}={part!r}' for part in p.parts)})"
 
 
 def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
@@ -226,16 +271,9 @@ def _names_of_passes() -> list[str]:
     package = importlib.import_module(__package__.partition(".")[0])
     for name in package.__all__:
         getattr(package, name)
-    found, names = [GraphPass], []
-    for cls in found:
-        found += cls.__subclasses__()
+    classes, names = [GraphPass], []
+    for cls in classes:
+        classes += cls.__subclasses__()
         if cls.__module__.startswith(f"{package.__name__}.") and not inspect.isabstract(cls):
             names.append(cls.__name__)
     return names
-
-
-def _show(graph: fx.Graph, name: str) -> None:
-    """Trace a graph as an artifact, and log it at DEBUG."""
-    trace_artifact(f"torch_ext_bucketing_{name}", lambda: readable(graph))
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s\n%s", name, readable(graph))

@@ -41,8 +41,7 @@ from ..graph.tags import tag_of
 from ..graph.values import SCALES, Cut, cuts_before, is_move, outside_reader, positions
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import GraphPass, Stage
-from .facts import Tags
+from .base import TAGS, GraphPass, Stage
 
 if TYPE_CHECKING:
     from .compilation import Compilation
@@ -100,7 +99,7 @@ class ReduceScatterFirst(GraphPass):
     """
 
     stage: ClassVar[Stage] = "joint"
-    requires = (Tags,)
+    requires = frozenset({TAGS})
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         compilation.report.rewrites.append(reduce_scatter_first(graph_of(graph)))

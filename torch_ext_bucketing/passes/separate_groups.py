@@ -30,8 +30,7 @@ from ..graph.nodes import (
     set_group_name,
 )
 from ..graph.tags import tag_of
-from .base import GraphPass, Stage
-from .facts import Buckets, Order, Tags
+from .base import BUCKETS, ORDER, TAGS, GraphPass, Stage
 
 if TYPE_CHECKING:
     from .compilation import Compilation
@@ -58,8 +57,8 @@ class SeparateGroups(GraphPass):
     """
 
     stage: ClassVar[Stage] = "forward_backward"
-    requires = (Tags,)
-    conflicts_with = (Buckets, Order)
+    requires = frozenset({TAGS})
+    conflicts_with = frozenset({BUCKETS, ORDER})
     mesh: DeviceMesh
     kinds: Collection[Kind] = _REDUCTIONS
     second: dict[str, str] = field(init=False, default_factory=dict)

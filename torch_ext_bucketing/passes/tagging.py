@@ -14,9 +14,8 @@ from ..fqns import format_names, nearest_names
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tagging import FqnOf, tag_joint_graph
 from ..graph.nodes import GraphLike, graph_of
-from .base import GraphPass, Stage
+from .base import TAGS, GraphPass, Stage
 from .compilation import Compilation
-from .facts import Tags
 
 PAYLOAD_FIELD = "fsdp_payload_order"
 
@@ -37,7 +36,7 @@ class TagParameters(GraphPass):
     """
 
     stage: ClassVar[Stage] = "joint"
-    provides = (Tags(),)
+    provides = frozenset({TAGS})
     model: torch.nn.Module | None = None
     _: KW_ONLY
     fqn_of: FqnOf | None = None

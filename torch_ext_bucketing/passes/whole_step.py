@@ -13,9 +13,8 @@ import torch.utils._pytree as pytree
 from .._torch.fsdp2 import name_per_tensor
 from ..fqns import canonical_fqn
 from ..fsdp.tagging import gradients_of, tag_joint_graph
-from .base import GraphPass
+from .base import REGATHERS, GraphPass
 from .compilation import Compilation, Extension
-from .facts import Regathers, last_fact
 from .pipeline import Pipeline
 
 
@@ -47,7 +46,7 @@ def whole_step_pass(
         ValueError: from the pass, which leaves the graph unchanged: the graph has fewer inputs than
             ``model`` has parameters, or fewer outputs than trained parameters.
     """
-    pipeline = Pipeline((p for p in passes if last_fact(p.provides, Regathers) is None), model)
+    pipeline = Pipeline((p for p in passes if REGATHERS not in p.provides), model)
     shared = compilation or pipeline.compilation(extension=extension, fuses=fuses)
 
     def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
@@ -62,7 +61,7 @@ def whole_step_pass(
                 f"and {others + len(trained)} outputs. Give the model that was traced"
             )
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
-        added = run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
+        added = run_pipeline(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
         if added:
             example_inputs.extend(node.meta["val"] for node in added)
         return gm
@@ -78,7 +77,7 @@ def names_per_tensor(model: nn.Module) -> tuple[list[str | None], list[str | Non
     return list(itertools.chain(*names)), list(itertools.chain(*trained))
 
 
-def run_passes(
+def run_pipeline(
     gm: fx.GraphModule,
     pipeline: Pipeline,
     compilation: Compilation,

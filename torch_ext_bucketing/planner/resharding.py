@@ -19,10 +19,10 @@ from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import SizeHints
 from ..graph.tags import Tag, tag_of
 from ..passes import park
-from ..passes.base import GraphPass, Stage
+from ..passes.base import PARKED, REGATHERS, TAGS, GraphPass, Stage, last_of
+from ..passes.bucketing import BucketByCap, BucketByUnit, FixedOrderReduce
 from ..passes.cache_key import digest
 from ..passes.compilation import Choice, Compilation
-from ..passes.facts import Buckets, Fact, RankOrder, Regathers, Tags, last_fact
 from ..passes.reshard_to import (
     SmallerGroup,
     make_smaller_group,
@@ -31,13 +31,13 @@ from ..passes.reshard_to import (
     what_fits,
 )
 from .cost.cost import Costs
-from .cost.machine import Machine, check_machine, job_machine
+from .cost.machine import Machine, check_machine
 from .keep.keep import KeepPlanner
 from .keep.keepables import block_units
 from .keep.partitioned import PartitionedModel
 from .schedule.memory import PeakMemory
-from .schedule.policy import Overlap
-from .scheduling import PlannedOrder
+from .schedule.policy import Overlap, policies_of
+from .scheduling import BucketAndSchedule, Schedule
 from .step_memory import watch_peak
 
 
@@ -110,7 +110,7 @@ class ReshardAfterForward(GraphPass):
     """
 
     stage: ClassVar[Stage] = "joint"
-    requires = (Tags,)
+    requires = frozenset({TAGS})
     reshard_after_forward: bool | int | Literal["auto"] = True
     _: KW_ONLY
     keep: Iterable[str] = ()
@@ -158,8 +158,8 @@ class ReshardAfterForward(GraphPass):
         self._set(keep=keep, units=units, _kept=Units((keep,)), _to=to, _smaller=smaller)
 
     @property
-    def provides(self) -> tuple[Fact, ...]:
-        return (Regathers(), park.Parked()) if self._parks else (Regathers(),)
+    def provides(self) -> frozenset[str]:
+        return frozenset({REGATHERS, PARKED} if self._parks else {REGATHERS})
 
     @property
     def _parks(self) -> bool:
@@ -203,22 +203,24 @@ class ReshardAfterForward(GraphPass):
         if _aot.stage_of(graph) == "inference" or not backward:
             return _Choice()
         smaller = None if self._smaller is None else what_fits(chains, self._smaller)
-        order = last_fact(compilation.ahead, PlannedOrder) or PlannedOrder((Overlap(),))
-        merged = last_fact(compilation.ahead, Buckets) or Buckets()
-        by_rank = last_fact(compilation.ahead, RankOrder) is not None
+        merging = last_of(compilation.ahead, BucketByUnit, BucketByCap, BucketAndSchedule)
+        by_rank = last_of(compilation.ahead, FixedOrderReduce) is not None
         assert self.memory is not None
         try:
-            machine = self.machine or order.machine or job_machine()
+            order = last_of(compilation.ahead, Schedule) or Schedule([Overlap()])
+            machine = self.machine or order.timed_for
             machine = machine.for_backend(compilation.fuses, compilation.captured)
             tags = (tag_of(n) for n in graph.nodes)
             fqns = (f for t in tags if t is not None for f in t.fqns)
-            units = Units.of(self.units or merged.units or block_units(fqns))
-            buckets = merged.planner or ByUnit(units, merged.kinds)
+            theirs = merging.units if isinstance(merging, BucketByUnit) else None
+            units = Units.of(self.units or theirs or block_units(fqns))
+            buckets = merging and merging.planner
+            buckets = buckets or ByUnit(units, tuple(merging.kinds) if merging else ())
             costs = Costs(machine, SizeHints.of(compilation.size_hints))
             model = PartitionedModel(
                 graph, costs, units, buckets, by_rank, self.activations, smaller
             )
-            planner = KeepPlanner(model, order.policies, self.memory.host_bytes)
+            planner = KeepPlanner(model, policies_of(order.policies), self.memory.host_bytes)
             limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
             outcome, report = planner.report(limit, self.curve)
         except Exception as error:

@@ -1,6 +1,4 @@
-"""The fact that a planned order gives.
-
-The pass that times a graph without changing it.
+"""The pass that times a graph without changing it.
 
 The passes that schedule graphs, for :func:`.backend`.
 
@@ -23,11 +21,10 @@ from ..bucketing.caps import ByCap, Eligible
 from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.plan import BucketPlanner, Groups, check_groups
 from ..graph.nodes import FSDP_KINDS, GraphLike, Kind, check_kinds, collective_kind, graph_of
-from ..passes.base import GraphPass, Stage
+from ..passes.base import BUCKETS, ORDER, RANK_ORDER, TAGS, GraphPass, Stage
 from ..passes.bucketing import FixedOrderReduce
 from ..passes.cache_key import brief
 from ..passes.compilation import Compilation
-from ..passes.facts import Baseline, Buckets, Fact, Order, RankOrder, Tags
 from ..reports.schedule import EstimateReport
 from .cost.machine import H100, Machine, check_machine, job_machine
 from .schedule.memory import within
@@ -36,19 +33,6 @@ from .schedule.policy import Policy, policies_of
 from .schedule.scheduler import schedule
 from .schedule.timeline import Timeline
 from .search.cap_search import BySearch, Searched
-
-
-@dataclass(frozen=True)
-class PlannedOrder(Order):
-    """The nodes stand in an order judged by ``policies`` and timed for ``machine``."""
-
-    policies: tuple[Policy, ...] = ()
-    machine: Machine | None = None
-
-    @property
-    def planned_with(self) -> str:
-        """Return the machine's name and a digest of its numbers."""
-        return "" if self.machine is None else f"machine {self.machine.name} {brief(self.machine)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,7 +44,7 @@ class Estimate(GraphPass):
     """
 
     stage: ClassVar[Stage] = "forward_backward"
-    requires: ClassVar[tuple[type[Fact], ...]] = (Baseline,)
+    reads_baseline = True
     machine: Machine | None = None
 
     def __post_init__(self) -> None:
@@ -111,21 +95,26 @@ class Schedule(GraphPass):
     """
 
     stage: ClassVar[Stage] = "forward_backward"
-    requires: ClassVar[tuple[type[Fact], ...]] = (Baseline,)
+    reads_baseline = True
     policies: Policy | Iterable[Policy]
     machine: Machine | None = None
     _policies: tuple[Policy, ...] = field(init=False)
-    _machine: Machine = field(init=False)
+    timed_for: Machine = field(init=False)
 
     def __post_init__(self) -> None:
         policies = policies_of(self.policies)
         machine = job_machine() if self.machine is None else self.machine
         check_machine(machine)
-        self._set(policies=policies, _policies=policies, _machine=machine)
+        self._set(policies=policies, _policies=policies, timed_for=machine)
 
     @property
-    def provides(self) -> tuple[Fact, ...]:
-        return (PlannedOrder(self._policies, self._machine),)
+    def provides(self) -> frozenset[str]:
+        return frozenset({ORDER})
+
+    @property
+    def planned_with(self) -> str:
+        """Return the machine's name and a digest of its numbers."""
+        return f"machine {self.timed_for.name} {brief(self.timed_for)}"
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
@@ -140,7 +129,7 @@ class Schedule(GraphPass):
         report = schedule(
             graph_of(graph),  # the module is recompiled once, after all passes
             self._bounded(compilation, graph_of(graph)),
-            machine=self._machine.for_backend(compilation.fuses, compilation.captured),
+            machine=self.timed_for.for_backend(compilation.fuses, compilation.captured),
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
@@ -161,7 +150,7 @@ class Schedule(GraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """Return the fields, and the job's machine if none was given."""
-        return (*super().settings(), self._machine)
+        return (*super().settings(), self.timed_for)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -189,8 +178,8 @@ class BucketAndSchedule(Schedule):
         ValueError: see :class:`Schedule`, :class:`.ByCap` and :class:`.BySearch`.
     """
 
-    requires: ClassVar[tuple[type[Fact], ...]] = (Tags, Baseline)
-    conflicts_with = (RankOrder, Order)
+    requires = frozenset({TAGS})
+    conflicts_with = frozenset({RANK_ORDER, ORDER})
     _: KW_ONLY
     caps_mb: Sequence[float] | None = None
     kinds: Collection[Kind] = FSDP_KINDS
@@ -223,15 +212,13 @@ class BucketAndSchedule(Schedule):
         return () if self.reduce is None else (self.reduce,)
 
     @property
-    def provides(self) -> tuple[Fact, ...]:
-        reduced = () if self.reduce is None else self.reduce.provides
-        buckets = Buckets(tuple(self.kinds), planner=next(iter(self.planners), None))
-        return (buckets, *reduced, *super().provides)
+    def provides(self) -> frozenset[str]:
+        return frozenset({BUCKETS, ORDER}.union(*(p.provides for p in self.parts)))
 
-    def with_part(self, other: GraphPass) -> GraphPass | None:
-        if self.reduce is None and isinstance(other, FixedOrderReduce):
-            return replace(self, reduce=other)
-        return None
+    @property
+    def planner(self) -> BucketPlanner | None:
+        """The planner that choices on the joint graph assume; None: none, as a search is slow."""
+        return next(iter(self.planners), None)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis, reduce = compilation.analysis(graph), self.reduce
@@ -239,7 +226,7 @@ class BucketAndSchedule(Schedule):
             reduce = None
         found = self._search(
             self._bounded(compilation, graph_of(graph)),
-            self._machine.for_backend(compilation.fuses, compilation.captured),
+            self.timed_for.for_backend(compilation.fuses, compilation.captured),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
         ).search(analysis)

@@ -26,10 +26,9 @@ from ..fsdp.order import FSDPParamOrder
 from ..graph.nodes import KINDS
 from ..passes.add_by_unit import AddByUnit
 from ..passes.backends import BucketingBackend, backend
-from ..passes.base import GraphPass
+from ..passes.base import BUCKETS, ORDER, RANK_ORDER, GraphPass
 from ..passes.bucketing import BucketByUnit
 from ..passes.combine_uses import CombineReport, CombineUses
-from ..passes.facts import Buckets, Order, RankOrder
 from ..passes.reduce_scatter_first import ReduceScatterFirst, ScatterReport
 from ..reports.compile import RewriteReport
 from .comparison import Cause, Comparison, Options
@@ -292,9 +291,9 @@ def _rewritten(
 
 def _rank_order(search: _Search) -> Iterator[Cause]:
     passes = search.passes
-    if any(_gives(p, RankOrder) for p in passes(search.model)):
+    if any(RANK_ORDER in p.provides for p in passes(search.model)):
         search.trial.say("all ranks: reductions over rings")
-        if names := search.take(lambda m: [p for p in passes(m) if not _gives(p, RankOrder)]):
+        if names := search.take(lambda m: [p for p in passes(m) if RANK_ORDER not in p.provides]):
             yield _cause("rank order", names)
 
 
@@ -309,8 +308,8 @@ def _payloads(search: _Search) -> Iterator[Cause]:
             AddByUnit(model, search.trial.units) if isinstance(p, AddByUnit) else p
             for p in passes(model)
         ]
-        place = next((n for n, p in enumerate(given) if _gives(p, Buckets, Order)), len(given))
-        rest = [p for p in given[place:] if not _gives(p, Buckets)]
+        place = next((n for n, p in enumerate(given) if {BUCKETS, ORDER} & p.provides), len(given))
+        rest = [p for p in given[place:] if BUCKETS not in p.provides]
         return [*given[:place], BucketByUnit(order, KINDS), *rest]
 
     search.trial.say("all ranks: with eager FSDP2's payloads")
@@ -318,10 +317,6 @@ def _payloads(search: _Search) -> Iterator[Cause]:
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         shown = f": {'; '.join(differences[:3])}{more}"
         yield _cause("payload order" if same_units else "units", names, shown)
-
-
-def _gives(graph_pass: GraphPass, *facts: type) -> bool:
-    return any(isinstance(fact, facts) for fact in graph_pass.provides)
 
 
 def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:

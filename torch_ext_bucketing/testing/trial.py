@@ -22,6 +22,7 @@ from ..fsdp.shard import data_parallel
 from ..fsdp.units import UnitSpec
 from ..passes.backends import BucketingBackend, backend
 from ..passes.base import GraphPass
+from ..passes.pipeline import in_order
 from ..recipes import recipe
 from . import target
 from .comparison import Backend, Options
@@ -146,7 +147,7 @@ class Trial:
         """Return the options' passes for a sharded model."""
         options = self.options
         given = options.passes(model) if options.passes else recipe(model, units=options.units)
-        return [part for each in given for part in each.expanded()]
+        return in_order(given, model)
 
     def train(
         self, model: nn.Module, run: Run, steps: int, stop_unlike: Sequence[str] | None = None

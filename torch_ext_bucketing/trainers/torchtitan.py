@@ -42,7 +42,7 @@ from torchtitan.experiments.graph_trainer.registry import (
 from .._torch.optimizers import actions_of, replace_actions
 from ..errors import BoundNotKeptWarning
 from ..passes.pipeline import Pipeline
-from ..passes.whole_step import names_per_tensor, run_passes, whole_step_pass
+from ..passes.whole_step import names_per_tensor, run_pipeline, whole_step_pass
 from ..planner.keep.stages import StageBytes, bytes_of, stage_reports, views_of, with_residency
 from ..planner.schedule.memory import PeakMemory
 from ..planner.step_memory import check_bound, state_bytes
@@ -309,10 +309,10 @@ def _bucket(stage: Any) -> CompileReport:
         values = (*output.args[0], *(None,) * (meta.num_flat_param_values - len(gathered)))
         output.args = (values,)
         fqns = {node: name for node, name in zip(inputs, gathered, strict=True) if name}
-        run_passes(modules.unshard, pipeline, compilation, fqns, [None] * len(values))
+        run_pipeline(modules.unshard, pipeline, compilation, fqns, [None] * len(values))
     if modules.reduce_grad is not None:
         _undescribed_output(modules.reduce_grad.graph)
-        run_passes(modules.reduce_grad, pipeline, compilation, {}, trained)
+        run_pipeline(modules.reduce_grad, pipeline, compilation, {}, trained)
     return compilation.report
 
 

@@ -36,7 +36,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._torch.dynamo import Compiler, compile_variant
 from ..errors import BoundNotKeptWarning, TuningError
 from ..passes.backends import BucketingBackend
-from ..passes.facts import RankOrder, last_fact
+from ..passes.base import last_of
+from ..passes.bucketing import FixedOrderReduce
 from ..planner.schedule.memory import PeakMemory
 from ..reports.compile import CompileReport
 from ..reports.schedule import EstimateReport
@@ -281,7 +282,8 @@ class Tuner:
     def _bits_depend(self) -> bool:
         """Return whether candidates may give different bits."""
         ours = [c for c in self.candidates.values() if isinstance(c, BucketingBackend)]
-        sums = {last_fact(c.pipeline.ahead, RankOrder) for c in ours}
+        added = (last_of(c.pipeline.ahead, FixedOrderReduce) for c in ours)
+        sums = {None if p is None else p.accumulate for p in added}
         alike = len(sums) == 1 and None not in sums and len({c.compiler for c in ours}) == 1
         return len(self.candidates) > 1 and not (alike and len(ours) == len(self.candidates))
 

@@ -1,0 +1,242 @@
+"""Watch the first runs of a compiled function for gradients that are not reduced as planned.
+
+A run shows what the graph does not, where blocks are compiled one by one::
+
+      embed, head: not compiled         reduced one by one, in no bucket
+      blocks[1] has other units         it runs blocks[0]'s graph, packed as blocks[0]'s units
+      blocks[1] is blocks[0]            one graph runs twice in a step, and reduces twice
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .._torch.aot import current_backward
+from .._torch.dynamo import model_of
+from .._torch.fsdp2 import is_distributed
+from .._torch.process_groups import default_group
+from ..errors import DividedUnitWarning, NotBucketedWarning
+from ..fqns import format_names, parameter_names
+from ..fsdp.units import Units
+
+_MODULES = 256
+"""Modules per graph whose parameters are checked: code may make new ones for every call."""
+_BACKWARDS = 4
+"""Calls per module whose backward is checked: the first step shows what all steps do."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A compile whose runs are watched.
+
+    Args:
+        fqns: FQN of each input that is a parameter, by position.
+        model: the module that FQNs are relative to, if known.
+        has_collectives: returns whether a graph of the compile, or of a cache, has any.
+        warn: see :meth:`.Compilation.warn`.
+    """
+
+    fqns: Mapping[int, str]
+    model: nn.Module | None
+    has_collectives: Callable[[], bool]
+    warn: Callable[[str, type[Warning]], None]
+
+
+def other_bits(text: str, remedy: str) -> tuple[str, type[Warning]]:
+    """Return a warning that a unit's gradients are not reduced as eager FSDP2 reduces them."""
+    text = f"{text}, so weights do not match eager FSDP2's bit for bit. {remedy}"
+    return text, DividedUnitWarning
+
+
+@dataclass
+class _Calls:
+    """The calls of one module: how many were checked, and the ID of their last ``backward()``."""
+
+    number: int = 0
+    backward: int | None = None
+
+
+@dataclass
+class _Known:
+    """Parameters of one model: in compiled graphs, and watched because they were in none."""
+
+    compiled: set[str] = field(default_factory=set)
+    watched: set[str] = field(default_factory=set)
+    warned: bool = False
+
+
+# Shared by all backends: each block may be compiled with its own.
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+def _look_for_shards(parameters: Sequence[Any], names: str, compiled: Watched) -> None:
+    """Warn if a compile that reads these parameters, such as those in units, has no collectives."""
+    group = default_group()
+    if group is None or group.size() < 2 or compiled.has_collectives():
+        return
+    # A replica is never gathered, and reduced in training only.
+    if not any(is_distributed(p) for p in parameters):
+        compiled.warn(
+            f"nothing is bucketed: no collective serves {names}, which are not sharded. Shard the "
+            "model before it is compiled: torch_ext_bucketing.fsdp.fully_shard, or "
+            "data_parallel(model, mesh). DistributedDataParallel and eager FSDP2's fully_shard "
+            "reduce gradients outside of the graph and leave nothing to bucket",
+            NotBucketedWarning,
+        )
+
+
+def watch_for_shards(run: Callable[..., Any], compiled: Watched) -> Callable[..., Any]:
+    """Wrap ``run``, which has no units, to look for shards in its first call."""
+    if not compiled.fqns:
+        return run
+    looked = False
+
+    @functools.wraps(run)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal looked
+        if not looked:
+            looked = True
+            names = format_names(compiled.fqns.values())
+            _look_for_shards([args[i] for i in compiled.fqns], names, compiled)
+        return run(*args, **kwargs)
+
+    return watched
+
+
+class RunWatch:
+    """Watch the first runs of a compiled function for ``units`` that are not reduced as planned."""
+
+    def __init__(self, units: Units, compiled: Watched) -> None:
+        self._units = units
+        self._compiled = compiled
+        self._planned = {i: f for i, f in compiled.fqns.items() if units.unit_of(f) is not None}
+        self._names = format_names(self._planned.values())
+
+    def watch(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``compiled`` to check its first calls."""
+        if not self._planned:
+            return compiled
+        first = next(iter(self._planned))
+        calls: dict[int, _Calls] = {}
+
+        @functools.wraps(compiled)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            module = id(args[first])
+            mine = calls.get(module)
+            if mine is None:
+                if len(calls) == _MODULES:
+                    return compiled(*args, **kwargs)
+                mine = calls[module] = _Calls()
+                parameters = [args[i] for i in self._planned]
+                _look_for_shards(parameters, self._names, self._compiled)
+                self._look_at_module(parameters)
+            out = compiled(*args, **kwargs)
+            if mine.number < _BACKWARDS and torch.is_grad_enabled():
+                mine.number += 1
+                self._watch_backward(out, mine)
+            return out
+
+        return run
+
+    def _look_at_module(self, parameters: Sequence[Any]) -> None:
+        """Check the parameters of a module that runs the graph for the first time."""
+        model = model_of(parameters[0], self._compiled.model)
+        if model is None:
+            return
+        names = {p: fqns[0] for p, fqns in parameter_names(model).items()}
+        members: dict[int | None, list[str]] = {}  # by unit, in its order
+        for name in names.values():
+            members.setdefault(self._units.unit_of(name), []).append(name)
+        for unit, fqns in members.items():
+            listed = {} if unit is None else {f: i for i, f in enumerate(self._units.units[unit])}
+            fqns.sort(key=lambda fqn: listed.get(fqn, -1))
+        own = [names[p] for p in parameters if p in names]
+        known = _known.setdefault(model, _Known())
+        known.compiled.update(own)
+        self._watch_others(names, members, known)
+        planned = list(self._planned.values())
+        if len(own) < len(parameters) or own == planned:
+            return
+        if self._packing(own, members) != self._packing(planned, members):
+            text = (
+                f"{format_names(own)} run the graph that was compiled for {self._names}, and are "
+                "packed like those, but their units differ"
+            )
+            remedy = (
+                "Modules of one class share a graph: give them equal units, in eager FSDP2 as "
+                "well, or compile each with a backend(...) of its own"
+            )
+            self._compiled.warn(*other_bits(text, remedy))
+
+    def _packing(
+        self, fqns: Sequence[str], members: dict[int | None, list[str]]
+    ) -> list[tuple[list[int], bool]]:
+        """List per unit the positions in ``fqns`` of its members, and whether these are all."""
+        place = {fqn: i for i, fqn in enumerate(fqns)}
+        units = dict.fromkeys(self._units.unit_of(fqn) for fqn in fqns)
+        return [
+            ([place[m] for m in members[unit] if m in place], place.keys() >= set(members[unit]))
+            for unit in units
+        ]
+
+    def _watch_others(
+        self, names: dict[nn.Parameter, str], members: dict[int | None, list[str]], known: _Known
+    ) -> None:
+        """Watch gradients of parameters that are in no compiled graph."""
+        trained = {name for p, name in names.items() if p.requires_grad and is_distributed(p)}
+        packed = {
+            name
+            for unit, fqns in members.items()
+            if unit is not None and len(trained.intersection(fqns)) > 1
+            for name in fqns
+        }
+        others = (trained & packed) - known.compiled - known.watched
+        known.watched |= others
+        for parameter, name in names.items():
+            if name in others:
+                self._watch_gradient(parameter, name, known)
+
+    def _watch_gradient(self, parameter: nn.Parameter, name: str, known: _Known) -> None:
+        def reduced(_: torch.Tensor) -> None:
+            handle.remove()
+            rest = known.watched - known.compiled  # without graphs compiled since
+            if known.warned or name not in rest:
+                return
+            known.warned = True
+            self._compiled.warn(
+                *other_bits(
+                    f"{format_names(sorted(rest))} are in no compiled graph, and the gradient of "
+                    f"{name} was reduced without its unit",
+                    "Compile the whole model, or make each a unit, in eager FSDP2 as well",
+                )
+            )
+
+        handle = parameter.register_post_accumulate_grad_hook(reduced)
+
+    def _watch_backward(self, out: Any, mine: _Calls) -> None:
+        """Watch for two calls of a module in one ``backward()``."""
+
+        def begins(_: Any) -> None:
+            backward = current_backward()
+            if mine.backward == backward:
+                mine.number = _BACKWARDS
+                self._compiled.warn(
+                    *other_bits(
+                        f"the graph that was compiled for {self._names} ran twice with the same "
+                        "parameters in one step, and reduced their gradients twice",
+                        "Compile the whole model, with MatchFSDP2() first among the passes",
+                    )
+                )
+            mine.backward = backward
+
+        for tensor in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begins)
+                return
