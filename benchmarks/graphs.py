@@ -283,7 +283,6 @@ def _config(name: str, layers: int | None) -> Config:
 
 _TRACED_WITH = (
     "_torch.aot",
-    "_torch.descriptors",
     "fqns",
     "graph.nodes",
     "fsdp.shard",

@@ -1,9 +1,7 @@
-"""Call AOTAutograd, and read and write the marks of its partitioner.
+"""Call AOTAutograd and its partitioner, and read what they write on the nodes of a graph.
 
-Make torch's partitioner copy marked activations to host memory and back.
-
-It inserts the copies after the partition, as the operators of :mod:`.graph.host_copies`. Torch 2.13
-and 2.15 have the same code for it, undocumented, for CUDA and other accelerators.
+Torch 2.13 and 2.15 copy marked activations to host memory and back by the same, undocumented code,
+for CUDA and other accelerators: the partitioner inserts the operators of :mod:`.graph.nodes`.
 """
 
 from __future__ import annotations
@@ -14,10 +12,179 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+import torch.utils._pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import descriptors as _descriptors
-from .draws import private_torch, without_draws
+from . import private_torch
+
+with private_torch():
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+_WITH_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
+"""torch's higher-order operators that run a random operator with a generator's state."""
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def draws(node: fx.Node) -> bool:
+    """Return whether a call draws random numbers, if its operator is tagged as torch's are.
+
+    A call with a ``dropout_p`` of 0 does not draw.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name() in _WITH_STATE
+    if not _is_tagged(node):
+        return False
+    assert isinstance(target, torch._ops.OpOverload)
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            default = node.kwargs.get(argument.name, argument.default_value)
+            given = node.args[i] if i < len(node.args) else default
+            return not isinstance(given, (int, float)) or given != 0
+    return True
+
+
+def _is_tagged(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+# CUDA's attention operators are tagged as random because they may drop values out. Since torch 2.14
+# the partitioner reads dropout_p, too. Until 2.13 it takes such a call for a draw, and recomputes
+# it with the saved state of a generator: a higher-order operator without a cost, which nothing may
+# pass, and an output after the meshes among the outputs, where AOTAutograd expects tensors.
+def reads_dropout() -> bool:
+    """Return whether torch's partitioner takes a call without dropout for one that draws."""
+    with private_torch():
+        from torch._functorch import partitioners
+
+    return hasattr(partitioners, "is_rng_op")
+
+
+def without_draws(partition: Partition) -> Partition:
+    """Make a partitioner recompute marked calls without dropout as it does others.
+
+    Functions without tags stand for their operators while the partitioner runs. Where it reads
+    ``dropout_p`` itself, it is returned unchanged.
+    """
+    if reads_dropout():
+        return partition
+
+    def run(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        stands: dict[Any, Callable[..., Any]] = {}
+        for node in joint.graph.nodes:
+            marked = node.meta.get("recompute")
+            again = marked in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+            if again and _is_tagged(node) and not draws(node):
+                node.target = stands.setdefault(node.target, _stand_for(node.target))
+        halves = partition(joint, inputs, **kwargs)
+        of_stand = {stand: target for target, stand in stands.items()}
+        for gm in (joint, *halves) if stands else ():
+            for node in gm.graph.nodes:
+                if node.op == "call_function":
+                    node.target = of_stand.get(node.target, node.target)
+            gm.recompile()
+        return halves
+
+    return run
+
+
+def _stand_for(target: torch._ops.OpOverload) -> Callable[..., Any]:
+    def stand(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    stand.__name__ = stand.__qualname__ = target._opname
+    return stand
+
+
+class WithoutDraws(CustomPartitionerFn):
+    """The partitioner ``given``, or Inductor's, through :func:`without_draws`.
+
+    A class of this module and not of a function, since Inductor's cache keys pickle its config.
+    """
+
+    def __init__(self, given: CustomPartitionerFn | None) -> None:
+        self._given = given
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with private_torch():
+            from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        chosen = self._given or min_cut_rematerialization_partition
+        return without_draws(chosen)(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """Return the given partitioner's, or the name of Inductor's; None: graphs aren't cached."""
+        return "min_cut" if self._given is None else self._given.uuid()
+
+
+with private_torch():
+    from torch._functorch._aot_autograd.descriptors import (
+        BufferAOTInput,
+        GradAOTOutput,
+        ParamAOTInput,
+        PlainAOTInput,
+        SubclassGetAttrAOTInput,
+        SubclassGetAttrAOTOutput,
+    )
+
+
+def base_input(desc: Any) -> Any:
+    """Return the descriptor of the tensor subclass that an inner tensor belongs to."""
+    while isinstance(desc, SubclassGetAttrAOTInput):
+        desc = desc.base
+    return desc
+
+
+def param_target(desc: Any) -> str | None:
+    """Return the FQN that joint export gives a parameter input, or None."""
+    return desc.target if isinstance(desc, ParamAOTInput) else None
+
+
+def plain_index(desc: Any) -> int | None:
+    """Return an input's index in the arguments of the compiled function, or None."""
+    return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def gradient_outputs(output: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """Return a graph's outputs that are gradients, each with the descriptor of its input.
+
+    Raises:
+        ValueError: outputs and descriptors differ in number.
+    """
+    # Flatten both. Zipping nested outputs with flat descriptors would give parameters each other's
+    # gradients.
+    values, descs = pytree.tree_leaves(output.args[0]), output.meta.get("desc")
+    if descs is None:
+        return []
+    descs = pytree.tree_leaves(descs)
+    if len(descs) != len(values):
+        raise ValueError(
+            f"{output.name}: {len(descs)} output descriptors for {len(values)} flattened values, "
+            "so gradients can't be assigned to parameters"
+        )
+    found = []
+    for value, desc in zip(values, descs, strict=True):
+        while isinstance(desc, SubclassGetAttrAOTOutput):
+            desc = desc.base
+        if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
+            found.append((value, desc.grad_of))
+    return found
+
+
+def as_parameter(fqn: str) -> Any:
+    """Return the descriptor of an input that is a parameter."""
+    return ParamAOTInput(fqn)
+
+
+def as_buffer(name: str) -> Any:
+    """Return the descriptor of an input that the caller keeps, such as an optimizer's state."""
+    return BufferAOTInput(name)
+
 
 # The partitioner saves a node at the border of two checkpointed regions, which this number
 # identifies. A number above all others keeps that rule away from our nodes.
@@ -52,39 +219,6 @@ def must_recompute(node: fx.Node) -> bool:
     )
 
 
-def forward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Return the nodes that the default partitioner assigns to a joint graph's forward.
-
-    These are all nodes up to the last one that tracing marked so, without the tangents.
-    """
-    found: dict[fx.Node, None] = {}
-    pending: list[fx.Node] = []
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and is_tangent(node)
-        if not tangent:
-            pending.append(node)
-        marked = node.meta.get("partitioner_tag") == "is_forward"
-        if marked or (node.op == "placeholder" and not tangent):
-            found.update(dict.fromkeys(pending))
-            pending.clear()
-    return found
-
-
-def recomputed_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Return the nodes of a joint graph that checkpointing recomputes in backward.
-
-    Marked nodes that one region passes to the next are saved (``cleanup_recompute_tags``).
-    """
-    found: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        if must_recompute(node):
-            region = node.meta.get("ac_graph_id")
-            later = [u.meta.get("ac_graph_id") for u in node.users if must_recompute(u)]
-            if region is None or not any(r is not None and region < r for r in later):
-                found[node] = None
-    return found
-
-
 def stage_of(graph: fx.Graph) -> str:
     """Return ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``."""
     inputs = graph.find_nodes(op="placeholder")
@@ -95,8 +229,53 @@ def stage_of(graph: fx.Graph) -> str:
     return "forward" if forward else "inference"
 
 
+class Halves:
+    """Forward and backward of a joint graph, as the default partitioner will part them.
+
+    Attributes:
+        forward: all nodes up to the last one that tracing marked so, without the tangents; in a
+            graph without marks, the nodes that need no tangent. All others run in backward.
+        recomputed: marked nodes of forward that backward runs again. Those that one checkpointed
+            region passes to the next are saved (``cleanup_recompute_tags``).
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self.forward: dict[fx.Node, None] = {}
+        self.recomputed: dict[fx.Node, None] = {}
+        late: dict[fx.Node, None] = {}  # tangents, and nodes that need one
+        pending: list[fx.Node] = []
+        for node in graph.nodes:
+            is_input = node.op == "placeholder"
+            if (is_input and is_tangent(node)) or any(n in late for n in node.all_input_nodes):
+                late[node] = None
+            if not is_input or node not in late:
+                pending.append(node)
+            if node.meta.get("partitioner_tag") == "is_forward" or (is_input and node not in late):
+                self.forward.update(dict.fromkeys(pending))
+                pending.clear()
+            if must_recompute(node):
+                region = node.meta.get("ac_graph_id")
+                later = [u.meta.get("ac_graph_id") for u in node.users if must_recompute(u)]
+                if region is None or not any(r is not None and region < r for r in later):
+                    self.recomputed[node] = None
+        if not any(n.meta.get("partitioner_tag") == "is_forward" for n in graph.nodes):
+            self.forward = {n: None for n in graph.nodes if n not in late and n.op != "output"}
+
+    def read_in_backward(self, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
+        """Return the nodes whose results backward reads, if it recomputes ``repeated``, too."""
+        again = dict.fromkeys(repeated)
+        read: dict[fx.Node, None] = {}
+        for node in reversed(self._graph.nodes):
+            for user in node.users:
+                repeats = user in again or must_recompute(user)
+                if user.op != "output" and (user not in self.forward or (user in read and repeats)):
+                    read[node] = None
+        return read
+
+
 def in_backward(node: fx.Node) -> bool:
-    """Return whether tracing marked a joint graph's node as backward."""
+    """Return whether autograd ran while a node was traced, in a joint graph or a whole step."""
     return bool(node.meta.get("autograd_backward", False))
 
 
@@ -112,35 +291,6 @@ def current_backward() -> int:
         return int(torch._C._current_graph_task_id())
 
 
-def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Return the nodes of a joint graph that must run in backward, by tangents and marks."""
-    late: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-        tangent = node.op == "placeholder" and is_tangent(node)
-        if marked or tangent or any(n in late for n in node.all_input_nodes):
-            late[node] = None
-    return late
-
-
-def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
-    """Return the nodes of a joint graph whose results backward reads.
-
-    Backward's nodes are those that depend on tangents, those that tracing marked, and recomputed
-    ones: marked, or in ``repeated``.
-    """
-    again = dict.fromkeys(repeated)
-    late = backward_nodes(graph)
-    read: dict[fx.Node, None] = {}
-    for node in reversed(graph.nodes):
-        for user in node.users:
-            if user.op == "output":
-                continue
-            if user in late or (user in read and (user in again or must_recompute(user))):
-                read[node] = None
-    return read
-
-
 def is_saved(placeholder: fx.Node) -> bool:
     """Return whether an input of a backward graph is a value that forward saved."""
     return "desc" not in placeholder.meta and not is_tangent(placeholder)
@@ -150,7 +300,7 @@ def is_tangent(node: fx.Node) -> bool:
     """Return whether an input of a joint or backward graph is the gradient of an output."""
     desc = node.meta.get("desc")
     if desc is not None:
-        return bool(_descriptors.is_tangent(desc))
+        return bool(desc.is_tangent())
     return "tangents" in str(node.target)
 
 

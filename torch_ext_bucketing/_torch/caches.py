@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from .draws import private_torch
+from . import private_torch
 from .fsdp2 import mesh_of
 from .process_groups import compiles_for_all_ranks
 

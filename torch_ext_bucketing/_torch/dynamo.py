@@ -24,8 +24,8 @@ import torch
 import torch.fx as fx
 
 from ..fqns import canonical_fqn, parameters_by_name
-from . import descriptors as _descriptors
-from .draws import private_torch
+from . import private_torch
+from .aot import base_input, plain_index
 from .fsdp2 import is_distributed, is_part, shard_of
 
 with private_torch():
@@ -156,7 +156,7 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
     whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
-        index = _descriptors.plain_index(_descriptors.base_input(node.meta.get("desc")))
+        index = plain_index(base_input(node.meta.get("desc")))
         if index is not None and isinstance(node.meta.get("val"), torch.Tensor):
             inputs.setdefault(index, node)
     if len(inputs) != len(whole):

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from .draws import private_torch
+from . import private_torch
 from .symbols import size_with, symbol_facts
 
 

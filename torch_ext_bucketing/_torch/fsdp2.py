@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ..fqns import canonical_fqn, outermost, parameter_names
-from .draws import private_torch
+from . import private_torch
 from .process_groups import ranks_of
 
 

@@ -1,11 +1,4 @@
-"""Import the base class of Inductor's custom graph passes.
-
-Order a graph's nodes: a topological sort, and Inductor's control dependencies.
-
-Configure and call Inductor.
-
-Write artifacts for TORCH_TRACE, which tlparse shows with those of torch.
-"""
+"""Configure and call Inductor; lower operators; write artifacts for TORCH_TRACE."""
 
 from __future__ import annotations
 
@@ -14,16 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 
+from . import private_torch
+from .aot import WithoutDraws, reads_dropout
 from .caches import watched_caches
-from .draws import WithoutDraws, private_torch, reads_dropout
 
 with private_torch():
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
-
-
-with private_torch():
+    from torch._logging import trace_structured
     from torch.utils._ordered_set import OrderedSet
 
 
@@ -217,10 +210,6 @@ class _InTurn(CustomGraphPass):
         return None if None in uuids else repr(uuids)
 
 
-with private_torch():
-    from torch._logging import trace_structured
-
-
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
     """Write an artifact. Without a trace, ``payload`` is not called."""
     trace_structured(
@@ -235,3 +224,69 @@ def readable(graph: fx.Graph) -> str:
     """Format a graph as code with dtypes, shapes, strides and devices, as Inductor does."""
     code = graph.python_code("self", verbose=True, include_stride=True, include_device=True)
     return code.src.lstrip("\n")
+
+
+_MOST = 64  # ranks' parts in one kernel: a kernel for 512 ranks took a minute to compile
+
+
+def lower_sum(target: Any) -> None:
+    """Lower a sum in rank order to one Inductor kernel per 64 ranks.
+
+    A kernel reads each rank's part once, adds in rank order in registers and writes the sum. Later
+    kernels continue with the sum of the ranks before. Does nothing unless Inductor is in use.
+    """
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return
+    with private_torch():
+        from torch._inductor.ir import Pointwise
+        from torch._inductor.lowering import lowerings, register_lowering
+        from torch._inductor.virtualized import V, ops
+
+    if target in lowerings:
+        return
+
+    @register_lowering(target, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    def _(received: Any, ranks: int, accumulate: torch.dtype, average: bool) -> Any:
+        received.realize()
+        load, dtype = received.make_loader(), received.get_dtype()
+        wide = torch.promote_types(dtype, accumulate)
+        part = received.get_numel() // ranks
+
+        def added(load_before: Any, some: range) -> Any:
+            """Make a loader of the sum of some ranks' parts and of the ranks before."""
+
+            def inner(index: Any) -> Any:
+                (i,) = index
+                total = None if load_before is None else load_before(index)
+                for rank in some:
+                    element = load([i + rank * part])
+                    if wide is not dtype:
+                        element = ops.to_dtype(element, wide, src_dtype=dtype)
+                    total = element if total is None else ops.add(total, element)
+                if some.stop < ranks:
+                    return total
+                if average:
+                    total = ops.mul(total, ops.constant(1 / ranks, wide))
+                return total if wide is dtype else ops.to_dtype(total, dtype, src_dtype=wide)
+
+            return inner
+
+        load_before = None
+        for first in range(0, ranks, _MOST):
+            some = range(first, min(first + _MOST, ranks))
+            total = Pointwise.create(
+                device=received.get_device(),
+                dtype=wide if some.stop < ranks else dtype,
+                inner_fn=added(load_before, some),
+                ranges=[part],
+            )
+            if some.stop < ranks:
+                total.realize()
+                V.graph.no_fuse_buffer_names.add(total.get_name())
+                load_before = total.make_loader()
+        if dtype.itemsize > 2:
+            return total
+        # Inductor skips the rounding to 16 bits if the same kernel reads the value. Viewing the
+        # bits as an integer forces it.
+        view = lowerings[torch.ops.aten.view.dtype]
+        return view(view(total, torch.int16), dtype)

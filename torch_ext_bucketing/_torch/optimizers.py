@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .draws import private_torch
+from . import private_torch
 
 
 def make_state(

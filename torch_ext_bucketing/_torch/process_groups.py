@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.config
 from torch.distributed.device_mesh import DeviceMesh
 
-from .draws import private_torch
+from . import private_torch
 
 
 def compiles_for_all_ranks() -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 import torch
 
-from .draws import private_torch
+from . import private_torch
 
 with private_torch():
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -18,7 +18,7 @@ to its own part and adds them itself. For n ranks with a packed buffer ``g`` eac
 
 The sum is a chain of additions: a kernel may choose the order of a ``sum`` over a dimension. The
 chain is one operator (:func:`.sum_in_rank_order`), so the size of a graph does not depend on the
-number of ranks, and Inductor makes one kernel of it (:mod:`._torch.lowering`).
+number of ranks, and Inductor makes one kernel of it (:mod:`._torch.inductor`).
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from .._torch import descriptors as _descriptors
-from .._torch.aot import backward_nodes
+from .._torch.aot import Halves, base_input, gradient_outputs, param_target, plain_index
 from ..fqns import canonical_fqn
 from ..graph.dependencies import may_run_twice
 from ..graph.nodes import graph_of, is_compute, kind_of
@@ -97,13 +96,13 @@ def read_in_forward(chains: Chains) -> dict[fx.Node, None]:
     """
     if not chains:
         return {}
-    late = backward_nodes(next(iter(chains)).graph)
+    forward = Halves(next(iter(chains)).graph).forward
     linked = {node for chain in chains.values() for node in chain}
     return {
         start: None
         for start, chain in chains.items()
         if any(
-            user.op == "output" or (user not in late and user not in linked)
+            user.op == "output" or (user in forward and user not in linked)
             for node in chain[chain.index(start) :]
             for user in node.users
         )
@@ -216,12 +215,12 @@ def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
     """Return the FQN of a parameter's placeholder or ``AOTInput``; None for other inputs."""
     desc = what.meta.get("desc") if isinstance(what, fx.Node) else what
     if desc is not None:
-        what = _descriptors.base_input(desc)
-        target = _descriptors.param_target(what)
+        what = base_input(desc)
+        target = param_target(what)
         if target is not None:
             return canonical_fqn(target)
     if isinstance(fqn_of, Mapping):
-        index = _descriptors.plain_index(what)
+        index = plain_index(what)
         name = fqn_of.get(what if index is None else index)
     else:
         name = None if fqn_of is None else fqn_of(what)
@@ -296,7 +295,7 @@ def _gradient_outputs(
     if output is None:
         return []
     if grad_fqns is None:
-        named = [(v, _name_of(of, fqn_of)) for v, of in _descriptors.gradient_outputs(output)]
+        named = [(v, _name_of(of, fqn_of)) for v, of in gradient_outputs(output)]
         return [(value, fqn) for value, fqn in named if fqn is not None]
     values = pytree.tree_leaves(output.args[0])
     if len(grad_fqns) != len(values):

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .._torch.draws import draws
+from .._torch.aot import draws
 from .nodes import (
     group_name,
     host_stream,

@@ -15,7 +15,7 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import descriptors
+from .._torch.aot import base_input, gradient_outputs, plain_index
 from .._torch.dynamo import module_path
 from ..errors import AddedByGraphWarning
 from ..fqns import format_names
@@ -129,9 +129,9 @@ class AddByUnit(GraphPass):
         Forward runs the graphs in the order of their compiles, backward in reverse.
         """
         gradients = {
-            descriptors.plain_index(descriptors.base_input(of)): value
+            plain_index(base_input(of)): value
             for output in g.find_nodes(op="output")
-            for value, of in descriptors.gradient_outputs(output)
+            for value, of in gradient_outputs(output)
         }
         fqns: Any = compilation.input_fqns or {}
         found = dict.fromkeys(self._units.unit_of(fqn) for fqn in fqns.values())

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from .._torch.lowering import lower_sum
+from .._torch.inductor import lower_sum
 from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..bucketing.caps import ByCap, CapMb, Eligible
 from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report

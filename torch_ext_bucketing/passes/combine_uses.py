@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 import torch.fx as fx
 
-from .._torch import descriptors as _descriptors
-from .._torch.aot import in_backward
+from .._torch.aot import base_input, gradient_outputs, in_backward
 from .._torch.inductor import sort_topologically
 from .._torch.symbols import same_shape
 from ..fsdp.tagging import in_other_form
@@ -414,14 +413,14 @@ def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | Non
 def _kept_dtype(tree: _Tree, facts: GraphAnalysis) -> dict[torch.dtype, None]:
     """Return the dtypes that the uses of an unsharded parameter cast it to."""
     (output,) = facts.graph.find_nodes(op="output")
-    for node, grad_of in _descriptors.gradient_outputs(output):
+    for node, grad_of in gradient_outputs(output):
         while node is not tree.adds[0] and is_linear(node):
             node = node.all_input_nodes[0]
         if node is not tree.adds[0]:
             continue
         for parameter in facts.graph.find_nodes(op="placeholder"):
             own = parameter.meta.get("desc")
-            if own is not None and _descriptors.base_input(own) == _descriptors.base_input(grad_of):
+            if own is not None and base_input(own) == base_input(grad_of):
                 return {} if facts.writes.is_written(parameter) else _used_in(parameter)
     return {}
 

@@ -139,7 +139,7 @@ def could_park(graph: fx.Graph) -> list[fx.Node]:
     Results of the model are among them; the partitioner leaves these alone.
     """
     chains = {n for chain in parameter_chains(graph).values() for n in chain}
-    return [n for n in _aot.forward_nodes(graph) if n not in chains and _can_be_copied(n)]
+    return [n for n in _aot.Halves(graph).forward if n not in chains and _can_be_copied(n)]
 
 
 def _can_be_copied(node: fx.Node) -> bool:

@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch.aot import mark_recompute, mark_save, read_in_backward
+from .._torch.aot import Halves, mark_recompute, mark_save
 from .._torch.process_groups import default_group, new_groups, ranks_of
 from ..fsdp.tagging import Chains, read_in_forward
 from ..graph.edits import call, unchanged_on_error
@@ -181,7 +181,7 @@ def reshard_to(
     """
     tags = {s: tag for s in chains if (tag := tag_of(s)) is not None and wanted(tag)}
     reasons = _why_not(tags, smaller)
-    read = read_in_backward(graph, [n for s in tags for n in chains[s]])
+    read = Halves(graph).read_in_backward([n for s in tags for n in chains[s]])
     twice = [s for s in read_in_forward(chains) if s in read]
     left: list[LeftAlone] = []
     resharded: list[Resharded] = []

@@ -198,7 +198,7 @@ class ReshardAfterForward(GraphPass):
 
     def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Choice:
         """Choose what stays, with the passes that will run on forward and backward."""
-        inside = _aot.forward_nodes(graph)
+        inside = _aot.Halves(graph).forward
         backward = any(n not in inside and n.op != "output" for n in graph.nodes)
         if _aot.stage_of(graph) == "inference" or not backward:
             return _Choice()

@@ -30,8 +30,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from .._torch.aot import mark_backward
-from .._torch.descriptors import as_buffer, as_parameter
+from .._torch.aot import as_buffer, as_parameter, mark_backward
 from .._torch.fsdp2 import largest_shard_bytes, largest_shard_numel, shard_of
 from ..fqns import parameter_names
 from ..graph.nodes import is_wait

@@ -73,7 +73,7 @@ class Activations:
         self.views: dict[fx.Node, None] = {}
         self.saved: dict[fx.Node, None] = {}
         self.unknown: Counter[str] = Counter()
-        inside = _aot.forward_nodes(graph)
+        inside = _aot.Halves(graph).forward
         self._nodes = [n for n in inside if n.op == "call_function" and n not in moves]
         self._inside = inside
         self._outputs = {a for n in graph.find_nodes(op="output") for a in n.all_input_nodes}

@@ -373,8 +373,9 @@ class _Split:
         self._costs = costs
         self._joint, self._live = joint, liveness
         self.nodes = nodes = joint.dependencies.nodes
-        self._inside = in_forward = _aot.forward_nodes(graph)
-        self._again = {**_aot.recomputed_nodes(graph), **dict.fromkeys(chains)}
+        halves = _aot.Halves(graph)
+        self._inside = in_forward = halves.forward
+        self._again = {**halves.recomputed, **dict.fromkeys(chains)}
         self._place = {n: i for i, n in enumerate(nodes)}
         self._in_forward = [n in in_forward for n in nodes]
         self.backward, saved = self.backward_without(())
