@@ -102,32 +102,24 @@ def recipe(
         raise ValueError(f"reduce must be 'all_to_all' or None, got {reduce!r}")
     if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module | None):
         raise TypeError(f"give a torch.nn.Module, got {model!r} and reference={reference!r}")
+    if goal == "speed" and (units is not None or reference is not None):
+        raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
     kinds = _kinds(model)
     gathers = "all_gather" in kinds
-    left = ignored_parameters(model)
-    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad and p not in left)
-    plain = [name for name, p in trained if not is_distributed(p)]
-    if plain:
-        warnings.warn(
-            f"{len(plain)} parameter(s) of {type(model).__name__} are trained and not sharded, so "
-            "no collective reduces their gradients, and each rank trains its own: "
-            f"{format_names(plain)}. Shard the whole model, data_parallel(model, mesh), or "
-            "reduce them yourself",
-            NotBucketedWarning,
-            stacklevel=2,
-        )
-    ignored = ignored_extensions(model)
-    if ignored:
-        warnings.warn(
-            f"{len(ignored)} parameter(s) of {type(model).__name__} have all-gather extensions "
-            f"(fsdp_pre_all_gather of {', '.join(dict.fromkeys(ignored.values()))}, such as "
-            "gathers in float8), and its sharding ignores that, as torchtitan's data_parallel does:"
-            f" {format_names(list(ignored))}. Shard it by torch_ext_bucketing.data_parallel(model, "
-            "mesh)",
-            NotBucketedWarning,
-            stacklevel=2,
-        )
+    _warn_of_others(model)
+    match = MatchFSDP2()
     reshard: list[GraphPass] = [ReshardAfterForward()] if gathers else []
+    sums = FixedOrderReduce() if reduce else None
+    if goal == "parity":
+        order, as_given, modules = _order(model, units, reference)
+        match = MatchFSDP2(model, modules)
+        reshard = as_given if gathers else []
+        buckets = [BucketByUnit(order, kinds=kinds), *([sums] if sums is not None else [])]
+        last = [*buckets, Schedule([Overlap()], machine)]
+    else:
+        # With memory=, the bound on the step holds for schedules, too.
+        policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
+        last = [BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)]
     if memory is not None:
         state = state_bytes(model, optimizer, state_bytes_per_parameter)
         check_bound(model, memory, state)
@@ -139,24 +131,37 @@ def recipe(
             "optimizer=, state_bytes_per_parameter= and to= belong to memory=; without a bound, "
             "ReshardAfterForward(to=...)"
         )
-    sums = FixedOrderReduce() if reduce else None
-    if goal == "speed":
-        if units is not None or reference is not None:
-            raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
-        # The bound on the step holds for schedules, too.
-        policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
-        both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)
-        passes = [MatchFSDP2(), *reshard, both]
-        names_are_relative_to(model, passes)
-        return passes
-    order, as_given, named = _order(model, units, reference)
-    if memory is None and gathers:
-        reshard = as_given
-    buckets = [BucketByUnit(order, kinds=kinds), *([sums] if sums is not None else [])]
-    last = Schedule([Overlap()], machine)
-    passes = [MatchFSDP2(model, named), *reshard, *buckets, last]
+    # in_order() lists the passes that run for these.
+    passes = [match, *reshard, *last]
     names_are_relative_to(model, passes)
     return passes
+
+
+def _warn_of_others(model: nn.Module) -> None:
+    """Warn of trained parameters that the sharding leaves out, wholly or by their extensions."""
+    ignored = ignored_parameters(model)
+    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad and p not in ignored)
+    plain = [name for name, p in trained if not is_distributed(p)]
+    if plain:
+        warnings.warn(
+            f"{len(plain)} parameter(s) of {type(model).__name__} are trained and not sharded, so "
+            "no collective reduces their gradients, and each rank trains its own: "
+            f"{format_names(plain)}. Shard the whole model, data_parallel(model, mesh), or "
+            "reduce them yourself",
+            NotBucketedWarning,
+            stacklevel=3,
+        )
+    extended = ignored_extensions(model)
+    if extended:
+        warnings.warn(
+            f"{len(extended)} parameter(s) of {type(model).__name__} have all-gather extensions "
+            f"(fsdp_pre_all_gather of {', '.join(dict.fromkeys(extended.values()))}, such as "
+            "gathers in float8), and its sharding ignores that, as torchtitan's data_parallel does:"
+            f" {format_names(list(extended))}. Shard it by torch_ext_bucketing.data_parallel("
+            "model, mesh)",
+            NotBucketedWarning,
+            stacklevel=3,
+        )
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:

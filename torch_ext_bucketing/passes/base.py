@@ -28,7 +28,7 @@ log = logging.getLogger("torch_ext_bucketing")
 
 Stage = Literal["joint", "forward_backward"]
 
-# Facts about a graph. A pass of your own may add others: any string that says which decision holds.
+# Facts about a graph. A pass of your own may add others: any text that names a decision.
 TAGS = "the tags of collectives"
 REGATHERS = "which parameters backward gathers again"
 PARKED = "which activations are parked in host memory"

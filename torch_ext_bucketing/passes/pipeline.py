@@ -154,7 +154,7 @@ class Pipeline:
 
     @property
     def ahead(self) -> tuple[GraphPass, ...]:
-        """The passes after the partitioner, each behind its parts, without those switched off."""
+        """The passes after the partitioner, each after its parts, without those switched off."""
         passes = (q for p in self.forward_backward for q in (*p.parts, p))
         return tuple(q for q in passes if q.name not in self.disabled)
 
