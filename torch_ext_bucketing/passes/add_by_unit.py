@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -25,10 +25,8 @@ from ..graph.nodes import GraphLike, graph_of
 from ..graph.values import keeps_values
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
-from .base import GraphPass, Stage
-
-if TYPE_CHECKING:
-    from .compilation import Compilation
+from .base import GraphPass
+from .compilation import Compilation
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class AddByUnit(GraphPass):
         TypeError, ValueError: wrong units; see :meth:`.FSDPParamOrder.from_model`.
     """
 
-    stage: ClassVar[Stage] = "joint"
+    stage = "joint"
     model: InitVar[nn.Module]
     units: Iterable[str | Sequence[str]]
     _units: UnitSpec = field(init=False)

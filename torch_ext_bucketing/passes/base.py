@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch.fx as fx
 
@@ -16,13 +16,10 @@ from .._torch.aot import stage_of
 from .._torch.inductor import CustomGraphPass, readable, trace_artifact
 from ..errors import NoUuidError
 from ..graph.nodes import GraphLike, graph_of
-from ..reports.compile import PassTime
+from ..reports.compile import CompileReport, PassTime
 from ..reports.graph import GraphReport
 from .checks import warn_of_silence
-
-if TYPE_CHECKING:
-    from ..reports.compile import CompileReport
-    from .compilation import Compilation
+from .compilation import Compilation
 
 log = logging.getLogger("torch_ext_bucketing")
 
@@ -108,7 +105,6 @@ class GraphPass(CustomGraphPass):
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
         """Run this pass alone on one graph, in place, and recompile a ``GraphModule``."""
         from .._torch.inductor import is_inductor_compiling, uses_cuda_graphs
-        from .compilation import Compilation
 
         if compilation is None:
             fuses = is_inductor_compiling()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from ..fsdp.units import Units
 from ..graph.edits import unchanged_on_error
 from ..graph.nodes import FSDP_KINDS, GraphLike, Kind, check_kinds, graph_of
 from ..runtime.watch import RunWatch, watch_for_shards
-from .base import BUCKETS, ORDER, RANK_ORDER, TAGS, GraphPass, Stage
+from .base import BUCKETS, ORDER, RANK_ORDER, TAGS, GraphPass
 from .checks import DividedUnits
 from .compilation import Compilation
 
@@ -42,7 +42,7 @@ class BucketByUnit(GraphPass):
         ValueError: an unknown kind, or one name in two units.
     """
 
-    stage: ClassVar[Stage] = "forward_backward"
+    stage = "forward_backward"
     requires = frozenset({TAGS})
     conflicts_with = frozenset({RANK_ORDER, ORDER})
     provides = frozenset({BUCKETS})
@@ -95,7 +95,7 @@ class BucketByCap(GraphPass):
             payload; None: graph order.
     """
 
-    stage: ClassVar[Stage] = "forward_backward"
+    stage = "forward_backward"
     requires = frozenset({TAGS})
     conflicts_with = frozenset({RANK_ORDER, ORDER})
     provides = frozenset({BUCKETS})
@@ -153,7 +153,7 @@ class FixedOrderReduce(GraphPass):
         ValueError: ``accumulate`` is neither ``torch.float32`` nor ``torch.float64``.
     """
 
-    stage: ClassVar[Stage] = "forward_backward"
+    stage = "forward_backward"
     requires = frozenset({TAGS})
     conflicts_with = frozenset({ORDER})
     provides = frozenset({RANK_ORDER})

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch.fx as fx
 
@@ -27,9 +26,7 @@ from ..graph.tags import member_tags, replaced_kind, tag_of
 from ..reports.base import Cause, LeftAlone
 from ..reports.graph import GraphReport, Unmerged
 from ..runtime.watch import other_bits
-
-if TYPE_CHECKING:
-    from .compilation import Compilation
+from .compilation import Compilation
 
 _SHOWN = 8
 """Names in one warning; the report has all."""

@@ -27,7 +27,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -61,11 +61,8 @@ from ..graph.values import (
 )
 from ..reports.base import Cause, LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import TAGS, GraphPass, Stage
-
-if TYPE_CHECKING:
-    from .compilation import Compilation
-
+from .base import TAGS, GraphPass
+from .compilation import Compilation
 
 _aten = torch.ops.aten
 
@@ -127,7 +124,7 @@ class CombineUses(GraphPass):
     another node reads what would be replaced. The report gives the reason.
     """
 
-    stage: ClassVar[Stage] = "joint"
+    stage = "joint"
     requires = frozenset({TAGS})
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:

@@ -14,7 +14,7 @@ A maximum is exact, so bits do not change.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch.fx as fx
 
@@ -27,10 +27,8 @@ from ..graph.nodes import GraphLike, bucket_key, graph_of, kind_of, reduce_op
 from ..graph.tags import tag_of
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
-from .base import TAGS, GraphPass, Stage
-
-if TYPE_CHECKING:
-    from .compilation import Compilation
+from .base import TAGS, GraphPass
+from .compilation import Compilation
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class MergeAmax(GraphPass):
     pass after :class:`.CombineUses`.
     """
 
-    stage: ClassVar[Stage] = "joint"
+    stage = "joint"
     requires = frozenset({TAGS})
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.fx as fx
@@ -49,10 +48,8 @@ from ..graph.nodes import (
 )
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import PARKED, TAGS, GraphPass, Stage
-
-if TYPE_CHECKING:
-    from .compilation import Compilation
+from .base import PARKED, TAGS, GraphPass
+from .compilation import Compilation
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Park(GraphPass):
         UnknownTorchError: this torch lacks the copies; 2.13 and 2.15 have them.
     """
 
-    stage: ClassVar[Stage] = "joint"
+    stage = "joint"
     requires = frozenset({TAGS})
     provides = frozenset({PARKED})
     modules: Iterable[str]

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn as nn
 
@@ -88,7 +88,7 @@ class MatchFSDP2(GraphPass):
         ValueError: ``units`` do not fit ``model``.
     """
 
-    stage: ClassVar[Stage] = "joint"
+    stage = "joint"
     requires = frozenset({TAGS})
     model: InitVar[nn.Module | None] = None
     units: Iterable[str | Sequence[str]] | None = None

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.fx as fx
@@ -41,11 +40,8 @@ from ..graph.tags import tag_of
 from ..graph.values import SCALES, Cut, cuts_before, is_move, outside_reader, positions
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import TAGS, GraphPass, Stage
-
-if TYPE_CHECKING:
-    from .compilation import Compilation
-
+from .base import TAGS, GraphPass
+from .compilation import Compilation
 
 _c10d = torch.ops._c10d_functional
 
@@ -98,7 +94,7 @@ class ReduceScatterFirst(GraphPass):
     report gives the reason for each pair that stays. Pairs in eager's order already stay, too.
     """
 
-    stage: ClassVar[Stage] = "joint"
+    stage = "joint"
     requires = frozenset({TAGS})
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:

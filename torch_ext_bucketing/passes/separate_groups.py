@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,11 +30,8 @@ from ..graph.nodes import (
     set_group_name,
 )
 from ..graph.tags import tag_of
-from .base import BUCKETS, ORDER, TAGS, GraphPass, Stage
-
-if TYPE_CHECKING:
-    from .compilation import Compilation
-
+from .base import BUCKETS, ORDER, TAGS, GraphPass
+from .compilation import Compilation
 
 _REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)
 
@@ -56,7 +53,7 @@ class SeparateGroups(GraphPass):
         ValueError: an unknown kind.
     """
 
-    stage: ClassVar[Stage] = "forward_backward"
+    stage = "forward_backward"
     requires = frozenset({TAGS})
     conflicts_with = frozenset({BUCKETS, ORDER})
     mesh: DeviceMesh

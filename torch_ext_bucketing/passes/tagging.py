@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ from ..fqns import format_names, nearest_names
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tagging import FqnOf, tag_joint_graph
 from ..graph.nodes import GraphLike, graph_of
-from .base import TAGS, GraphPass, Stage
+from .base import TAGS, GraphPass
 from .compilation import Compilation
 
 PAYLOAD_FIELD = "fsdp_payload_order"
@@ -35,7 +35,7 @@ class TagParameters(GraphPass):
             collective without a tag, or of an unknown parameter, gets none, with a warning.
     """
 
-    stage: ClassVar[Stage] = "joint"
+    stage = "joint"
     provides = frozenset({TAGS})
     model: torch.nn.Module | None = None
     _: KW_ONLY
