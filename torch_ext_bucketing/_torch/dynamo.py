@@ -8,8 +8,6 @@ Two sources, the better first:
    tensor from the compiled frame, such as ``L['self']._modules['layers']._parameters['weight']``.
    Its path is the FQN relative to the module whose ``forward`` was compiled. A decorated
    ``forward`` has that module as ``L['args'][0]``.
-
-Compile one graph of Dynamo several times, and keep what came of it in Inductor's caches.
 """
 
 from __future__ import annotations
@@ -29,7 +27,11 @@ from .aot import base_input, plain_index
 from .fsdp2 import is_distributed, is_part, shard_of
 
 with private_torch():
-    from torch._guards import CompileContext, TracingContext
+    from torch._dynamo import lookup_backend
+    from torch._guards import CompileContext, TracingContext, tracing
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
+
+Compiler = Callable[..., Callable[..., Any]]
 
 _STEP = re.compile(
     r"""\._(?P<table>modules|parameters|buffers)\[(?P<q>['"])(?P<key>.+?)(?P=q)\]"""
@@ -245,14 +247,6 @@ def _grapharg_example(placeholder: fx.Node) -> Any | None:
         return None if arg is None else arg.example
     except AssertionError:  # the weak reference to the input has expired
         return None
-
-
-with private_torch():
-    from torch._dynamo import lookup_backend
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
-
-Compiler = Callable[..., Callable[..., Any]]
 
 
 def compile_variant(

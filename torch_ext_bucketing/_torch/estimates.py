@@ -1,9 +1,4 @@
-"""Read torch's estimates: milliseconds of a collective, byte caps, hints of symbolic sizes.
-
-Know what torch's CUDA allocator holds for cuBLAS.
-
-Run torch's own bucketing of FSDP's collectives.
-"""
+"""Read torch's estimates of time and bytes, and run its own bucketing of FSDP's collectives."""
 
 from __future__ import annotations
 

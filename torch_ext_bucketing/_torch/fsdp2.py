@@ -1,8 +1,4 @@
-"""Read which part of a tensor each rank of a mesh holds.
-
-Read sharded parameters, which are ``DTensor``, and the plain tensors in a tensor subclass.
-
-Read the param groups that eager FSDP2 made of a model.
+"""Read sharded parameters, tensor subclasses, and the param groups that eager FSDP2 made.
 
 Versions (``torch/distributed/fsdp/_fully_shard``):
 
@@ -32,6 +28,26 @@ from ..fqns import canonical_fqn, outermost, parameter_names
 from . import private_torch
 from .process_groups import ranks_of
 
+with private_torch():
+    from torch.distributed import _composable_state
+    from torch.distributed.fsdp import _common_utils
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllocMixin as DefaultAllocMixin,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Whether this torch packs reduce-scatters by gradient dtype (since 2.15), keeps the dtype of a
+# gradient that is wider than its parameter (2.15), finds inputs in dataclasses (2.12), and casts
+# inputs and outputs of each module of a list, not the first one's and the last one's (2.13).
+REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
+KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
+WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
+CASTS_EACH_MODULE = hasattr(FSDPState, "_cast_output_dtype")
+_SHARD = "_local_tensor"
+
 
 def blocks_of(tensor: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Return the part of a tensor at each coordinate of its mesh, 0 for dimensions of copies.
@@ -52,12 +68,6 @@ def blocks_of(tensor: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
         shape, offset = part(tensor.shape, mesh, list(at), tensor.placements)
         found[at] = (*offset, *shape)
     return found
-
-
-with private_torch():
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-_SHARD = "_local_tensor"
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -142,25 +152,6 @@ def map_parts(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     names, context = tensor.__tensor_flatten__()
     parts = {name: map_parts(getattr(tensor, name), function) for name in names}
     return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
-
-
-with private_torch():
-    from torch.distributed import _composable_state
-    from torch.distributed.fsdp import _common_utils
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-        DefaultAllocMixin as DefaultAllocMixin,
-    )
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-# Whether this torch packs reduce-scatters by gradient dtype (since 2.15), keeps the dtype of a
-# gradient that is wider than its parameter (2.15), finds inputs in dataclasses (2.12), and casts
-# inputs and outputs of each module of a list, not the first one's and the last one's (2.13).
-REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
-KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
-WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
-CASTS_EACH_MODULE = hasattr(FSDPState, "_cast_output_dtype")
 
 
 class Sent(NamedTuple):

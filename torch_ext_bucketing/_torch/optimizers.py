@@ -1,7 +1,4 @@
-"""Make an optimizer's first state, find its hooks, order gradients, run Muon's functions.
-
-Read and change the private schedule of a pipeline.
-"""
+"""Read optimizers, run Muon's functions, and change the private schedule of a pipeline."""
 
 from __future__ import annotations
 

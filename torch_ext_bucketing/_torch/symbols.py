@@ -1,7 +1,4 @@
-"""Make fake tensors with a known layout without running an operator.
-
-Read symbolic sizes from their ``ShapeEnv`` without adding a guard.
-"""
+"""Make fake tensors without running an operator, and read symbolic sizes without a guard."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def set_tag(node: fx.Node, tag: Tag, home_group: str | None = None) -> None:
         node: its start.
         tag: its kind and parameters.
         home_group: the process group that shards the parameter, for an all-gather that runs in a
-            smaller group (:mod:`.rewrites.reshard_to`).
+            smaller group (:mod:`.passes.reshard_to`).
 
     Raises:
         ValueError: ``node`` does not start a collective of the tag's kind.

@@ -216,11 +216,7 @@ class BucketingBackend:
 
 
 class _InductorPass(CustomGraphPass):
-    """One stage of one compile, as a custom pass in Inductor's config.
-
-    ``agrees``: whether ranks compare what its graphs launch; ``check``: the check of recomputed
-    values, if any.
-    """
+    """One stage of one compile, as a custom pass in Inductor's config."""
 
     def __init__(
         self,

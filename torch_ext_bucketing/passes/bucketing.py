@@ -1,7 +1,4 @@
-"""The passes that merge collectives: one bucket per unit, or up to a byte cap.
-
-The pass that reduces gradients in rank order, by all-to-alls.
-"""
+"""The passes that merge collectives, and the one that reduces gradients in rank order."""
 
 from __future__ import annotations
 

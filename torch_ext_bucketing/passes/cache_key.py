@@ -1,6 +1,4 @@
-"""Dataclasses as the code that makes them, for their ``repr``.
-
-Cache keys of passes, for Inductor's caches.
+"""Describe dataclasses: as the code that makes them, and as keys of Inductor's caches.
 
 Two passes with equal keys must do the same to a graph, in any process. Without that guarantee there
 is not a key, and the caches are bypassed.

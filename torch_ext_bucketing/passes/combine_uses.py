@@ -119,7 +119,7 @@ class CombineUses(GraphPass):
     """Gather and reduce each parameter once per step, as eager FSDP2 does.
 
     Weights get eager FSDP2's bits, and fewer bytes cross the network; see
-    :mod:`.rewrites.combine_uses`. A parameter is left alone if a node writes to it, to its gathered
+    :mod:`.passes.combine_uses`. A parameter is left alone if a node writes to it, to its gathered
     values or to its gradients between its uses, if its uses are reduced in different ways, or if
     another node reads what would be replaced. The report gives the reason.
     """
@@ -137,8 +137,8 @@ def combine_uses(graph: fx.Graph) -> CombineReport:
     left: list[LeftAlone] = []
     with unchanged_on_error(graph):
         for fqns in _repeated(graph):
-            found, kept = _combine(graph, fqns)
-            combined += found
+            done, kept = _combine(graph, fqns)
+            combined += done
             left += kept
         if combined:
             graph.lint()
@@ -333,11 +333,7 @@ def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree:
 def _plan_reduction(
     tree: _Tree, gathers: Sequence[fx.Node], facts: GraphAnalysis
 ) -> tuple[dict[fx.Node, Cut], str]:
-    """Find the node of each use whose full gradient is to be added.
-
-    Returns:
-        The cut at that node for each leaf, and an empty reason; or no cuts and the reason.
-    """
+    """Return by leaf the cut at its full gradient, where it is added; or the reason why not."""
     if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
         return {}, "one gradient is added to itself after its reduction"
     dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, facts)
@@ -345,10 +341,7 @@ def _plan_reduction(
         dtypes = dict.fromkeys(map(_before_cast, tree.uses.values()))
     if len(dtypes) != 1:
         listed = ", ".join(map(_dtype_name, dtypes)) or "an unknown dtype"
-        return (
-            {},
-            f"its uses read it in {listed}, so the sum of their gradients has no single dtype",
-        )
+        return {}, f"its uses read it in {listed}, so their gradients' sum has no single dtype"
     (dtype,) = dtypes
     # Each use may have been reduced over further groups. Add before as many reductions as possible.
     most = min(len(cuts[-1].reductions) for cuts in tree.uses.values())
@@ -391,10 +384,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | None:
-    """Find the cut at which a gradient is full and has the parameter's dtype.
-
-    It is the one nearest to the reduction, but before the copies and pads for the reduction.
-    """
+    """Find the cut at which a gradient is full and has the parameter's dtype."""
+    # The one nearest to the reduction, but before the copies and pads for the reduction.
     for i, cut in enumerate(cuts):
         value = cut.node.meta.get("val")
         full = len(cut.reductions) == reductions and isinstance(value, torch.Tensor)

@@ -53,8 +53,7 @@ class MergeAmax(GraphPass):
     """Find the largest values of all parameters with one all-reduce per process group.
 
     For parameters that are gathered in 8 bits, scaled by their largest value; see
-    :mod:`.rewrites.merge_amax`. The first all-gather then waits for all largest values. Put the
-    pass after :class:`.CombineUses`.
+    :mod:`.passes.merge_amax`. The first all-gather then waits for all largest values.
     """
 
     stage = "joint"
@@ -62,24 +61,22 @@ class MergeAmax(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
-        found: dict[fx.Node, dict[str, None]] = {}
+        fqns: dict[fx.Node, dict[str, None]] = {}  # by all-reduce
         for start in g.nodes:
             tag = tag_of(start)
             if tag is not None and kind_of(start) == "all_gather":
                 for node in ancestors([start]):
                     if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
-                        found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
-        if not found:
-            return
+                        fqns.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
         groups: dict[Any, list[fx.Node]] = {}
         left: list[LeftAlone] = []
         writes = Writes(g.nodes).unordered
-        for node in [n for n in g.nodes if n in found]:
+        for node in [n for n in g.nodes if n in fqns]:
             why = "the graph writes to tensors" if writes else unmergeable(node)
-            if not why and any(other in found for other in ancestors([node])):
+            if not why and any(other in fqns for other in ancestors([node])):
                 why = "it depends on another of these all-reduces"
             if why:
-                left.append(LeftAlone(tuple(found[node]), why, node.name))
+                left.append(LeftAlone(tuple(fqns[node]), why, node.name))
             else:
                 groups.setdefault(bucket_key(node), []).append(node)
         merged = [members for members in groups.values() if len(members) > 1]

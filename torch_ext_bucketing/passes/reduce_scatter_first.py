@@ -87,7 +87,7 @@ class ScatterReport(RewriteReport):
 class ReduceScatterFirst(GraphPass):
     """Reduce-scatter over the shards before all-reducing over the replicas (HSDP).
 
-    Gradients get eager FSDP2's bits; see :mod:`.rewrites.reduce_scatter_first`. The pass swaps an
+    Gradients get eager FSDP2's bits; see :mod:`.passes.reduce_scatter_first`. The pass swaps an
     all-reduce of a parameter's gradient and the reduce-scatter after it if both are sums or
     averages, only moves and zero padding stand between them, no other node reads a value between
     them, and the two groups are the rows and columns of one grid of ranks, replicas outside. The

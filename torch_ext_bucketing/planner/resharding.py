@@ -55,7 +55,7 @@ class ReshardAfterForward(GraphPass):
     is gathered in backward alone, whatever is kept.
 
     With a number of ranks, backward gathers in a smaller group, usually a node's, from a copy that
-    forward leaves sharded over it, bit for bit as eager FSDP2 does (:mod:`.rewrites.reshard_to`).
+    forward leaves sharded over it, bit for bit as eager FSDP2 does (:mod:`.passes.reshard_to`).
     Such a pass comes after :class:`.MatchFSDP2`, so that a parameter with several uses leaves one
     copy. Only :func:`.backend` removes the second gather from the forward graph again.
 

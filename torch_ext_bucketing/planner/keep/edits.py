@@ -1,6 +1,6 @@
 """Add to the models of a joint graph what a unit kept in part changes.
 
-Each rank keeps what backward gathers in a smaller group (:mod:`.rewrites.reshard_to`)::
+Each rank keeps what backward gathers in a smaller group (:mod:`.passes.reshard_to`)::
 
     whole again   w -> pack -> gather(all) -> wait -> copies           holds nothing
     in part       part -> pack -> gather(smaller) -> wait -> copies    holds the part
