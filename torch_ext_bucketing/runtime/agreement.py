@@ -11,12 +11,9 @@ is on every rank; a recompiled one only if its launches are new to this rank. So
 recompile alone, for another batch size, as long as it launches the same. Where programs break into
 different frames, the comparison takes that for different launches; switch it off there.
 
-Compare a graph's launches with the other ranks, once, before its first collective runs.
-
-Compare launches by an operator in Inductor's graphs.
-
-Inductor's caches keep a graph's code and nothing else that a backend knows about it. So the
-launches are an argument of an operator, through which the first collective's input passes::
+Inductor's caches keep a graph's code and nothing else that a backend knows about it. So in its
+graphs the launches are an argument of an operator, through which the first collective's input
+passes::
 
     x -> agree(x, digest, launches, timeout_s) -> all_gather -> wait -> ...
 
@@ -95,9 +92,6 @@ class Exchange:
         # ranks that it waits for.
         self.store = torch.distributed.PrefixStore(prefix, groups.default_store())
 
-    def has(self, name: str) -> bool:
-        return self.store.check([name])
-
     def get(self, name: str) -> str:
         return self.store.get(name).decode()
 
@@ -106,7 +100,7 @@ class Exchange:
 
     def arrive(self) -> None:
         digest = self.version.digest
-        if not self.has(f"text/{digest}"):
+        if not self.store.check([f"text/{digest}"]):
             self.store.set(f"text/{digest}", json.dumps(self.version))
         self.store.set(f"rank{self.rank}", digest)
         if self.store.compare_set("first", "", digest).decode() != digest:
@@ -130,12 +124,12 @@ class Exchange:
         complete = self.count(name, 0) == len(self.ranks)
         if not complete and time.monotonic() - self.started > self.timeout.total_seconds():
             self.fail("missing", self.missing_text())
-        if self.has("bad"):
+        if self.store.check(["bad"]):
             raise _FailedError(self)
         return complete
 
     def missing(self) -> list[int]:
-        return [r for r in self.ranks if not self.has(f"rank{r}")]
+        return [r for r in self.ranks if not self.store.check([f"rank{r}"])]
 
     def missing_text(self) -> str:
         missing, group = self.missing(), self.version.of_group.group

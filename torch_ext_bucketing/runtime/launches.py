@@ -9,8 +9,6 @@ differently after the next change of the model.
 Excluded, because ranks may differ there: node names, sizes of collectives that serve no parameter
 (an all-to-all of tokens, a batch of varying length), and sends and receives. A graph that takes its
 groups as inputs, compiled by one rank for all, has no launches here.
-
-Format the first difference between the launches of ranks.
 """
 
 from __future__ import annotations
