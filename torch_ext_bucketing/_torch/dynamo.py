@@ -219,8 +219,12 @@ def source_fqn(source: Any) -> str | None:
     return canonical_fqn(path) if path is not None and is_parameter else None
 
 
-def module_path(expression: str) -> str | None:
-    """Return the FQN of a module given as a Dynamo expression or as an FQN, or None."""
+def module_of(node: fx.Node) -> str | None:
+    """Return the FQN of the module whose ``forward`` made a node, or None."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return None
+    expression: str = stack[-1][0]
     if not _ROOT.match(expression):
         return expression if re.fullmatch(r"[\w.]*", expression) else None
     # A module stack has L['self'].layers[0], L['self'].layers.0 or L['self']._modules['layers']...

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch.aot import base_input, gradient_outputs, plain_index
-from .._torch.dynamo import module_path
+from .._torch.dynamo import module_of
 from ..errors import AddedByGraphWarning
 from ..fqns import format_names
 from ..fsdp.unit_inputs import is_unit_input, modules_with_input_nodes, register_input_nodes
@@ -184,8 +184,7 @@ def _added(views: Mapping[fx.Node, fx.Node]) -> Iterator[AddedByUnit]:
             activation = _source(source, views)
             sums[activation] = sums.get(activation, 0) + 1
     for activation, number in sums.items():
-        stack = list((activation.meta.get("nn_module_stack") or {}).values())
-        yield AddedByUnit(activation.name, module_path(stack[-1][0]) if stack else None, number)
+        yield AddedByUnit(activation.name, module_of(activation), number)
 
 
 def _source(node: fx.Node, views: Mapping[fx.Node, fx.Node]) -> fx.Node:

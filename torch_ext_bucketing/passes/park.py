@@ -33,7 +33,7 @@ import torch.fx as fx
 
 from .._torch import aot as _aot
 from .._torch.aot import import_copies, mark_parked
-from .._torch.dynamo import module_path
+from .._torch.dynamo import module_of
 from ..fqns import canonical_fqn
 from ..fsdp.tagging import parameter_chains
 from ..graph.nodes import (
@@ -111,7 +111,7 @@ class Park(GraphPass):
             return
         wanted: dict[str, list[fx.Node]] = {name: [] for name in self.modules}
         for node in could_park(g):
-            fqn = _module_of(node)
+            fqn = canonical_fqn(module_of(node) or "")
             for name, found in wanted.items():
                 if not name or fqn == name or fqn.startswith(f"{name}."):
                     found.append(node)
@@ -123,11 +123,6 @@ class Park(GraphPass):
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
         finish(graph_of(graph), compilation)
-
-
-def _module_of(node: fx.Node) -> str:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return canonical_fqn(module_path(stack[-1][0]) or "") if stack else ""
 
 
 def could_park(graph: fx.Graph) -> list[fx.Node]:

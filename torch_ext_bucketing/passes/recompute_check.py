@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 
 from .._torch.aot import is_tangent, stage_of
-from .._torch.dynamo import module_path
+from .._torch.dynamo import module_of
 from ..errors import RecomputeError
 from ..graph.nodes import is_compute, is_view, tensors_in
 
@@ -181,8 +181,7 @@ def _storages(values: Iterable[Any]) -> set[int]:
 
 def _where(node: fx.Node) -> str:
     """Name a node with its module and the line of the user's code."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    module = module_path(stack[-1][0]) if stack else None
+    module = module_of(node)
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     parts = [f"{node.name} ({node.target})"]
     parts += [f"of module {module!r}"] if module else []
