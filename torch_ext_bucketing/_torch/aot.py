@@ -167,13 +167,13 @@ def gradient_outputs(output: fx.Node) -> list[tuple[fx.Node, Any]]:
             f"{output.name}: {len(descs)} output descriptors for {len(values)} flattened values, "
             "so gradients can't be assigned to parameters"
         )
-    found = []
+    gradients = []
     for value, desc in zip(values, descs, strict=True):
         while isinstance(desc, SubclassGetAttrAOTOutput):
             desc = desc.base
         if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
-            found.append((value, desc.grad_of))
-    return found
+            gradients.append((value, desc.grad_of))
+    return gradients
 
 
 def as_parameter(fqn: str) -> Any:

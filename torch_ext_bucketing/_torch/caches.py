@@ -26,17 +26,17 @@ _RANK_FIELDS = ("_rank", "_coordinate_on_dim", "_dim_group_names")
 
 def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
     """Return the meshes among ``values`` and their tensors, and the meshes that these hold."""
-    found: dict[int, DeviceMesh] = {}
+    meshes: dict[int, DeviceMesh] = {}
     given = [mesh_of(value) or value for value in values]
     stack = [value for value in given if isinstance(value, DeviceMesh)]
     while stack:
         mesh = stack.pop()
-        if id(mesh) not in found:
-            found[id(mesh)] = mesh
+        if id(mesh) not in meshes:
+            meshes[id(mesh)] = mesh
             for held in vars(mesh).values():
                 several = held.values() if isinstance(held, dict) else (held,)
                 stack += [one for one in several if isinstance(one, DeviceMesh)]
-    return list(found.values())
+    return list(meshes.values())
 
 
 def forget_mesh_hashes(meshes: Iterable[DeviceMesh]) -> None:
@@ -172,9 +172,9 @@ class _Coordinate(tuple[int, ...]):
     _taken: Callable[[], Any]
 
     def __new__(cls, place: tuple[int, ...], taken: Callable[[], Any]) -> _Coordinate:
-        found = super().__new__(cls, place)
-        found._taken = taken
-        return found
+        coordinate = super().__new__(cls, place)
+        coordinate._taken = taken
+        return coordinate
 
     def __getitem__(self, at: Any) -> Any:
         self._taken()

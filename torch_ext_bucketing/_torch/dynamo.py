@@ -69,8 +69,8 @@ def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
 
 def model_of(parameter: Any, model: torch.nn.Module | None = None) -> torch.nn.Module | None:
     """Return ``model``, or the model registered last, if it has this parameter; else None."""
-    found = (one for one in _models(model) if any(p is parameter for p in one.parameters()))
-    return next(found, None)
+    owners = (one for one in _models(model) if any(p is parameter for p in one.parameters()))
+    return next(owners, None)
 
 
 def is_first_compile() -> bool:
@@ -139,14 +139,14 @@ def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[to
 
     Maps indices to the variable's name in the compiled code and the tensor.
     """
-    found = {}
+    activations = {}
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         tensor = _grapharg_example(placeholder)
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
             name = placeholder.meta["grapharg"].source.name
             local = re.fullmatch(r"L\['(\w+)'\]", name)
-            found[index] = (local[1] if local else name, weakref.ref(tensor))
-    return found
+            activations[index] = (local[1] if local else name, weakref.ref(tensor))
+    return activations
 
 
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
@@ -272,10 +272,10 @@ def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
         source = getattr(old, "_dynamo_source", None)  # of a placeholder, beside its meta
         if source is not None:
             new._dynamo_source = source  # type: ignore[attr-defined]
-    found = fx.GraphModule(gm, graph)
-    vars(found).update({name: v for name, v in vars(gm).items() if name not in vars(found)})
-    found.meta = dict(gm.meta)
-    return found
+    made = fx.GraphModule(gm, graph)
+    vars(made).update({name: v for name, v in vars(gm).items() if name not in vars(made)})
+    made.meta = dict(gm.meta)
+    return made
 
 
 def keep_json(name: str, data: Any, is_written: bool = False) -> None:

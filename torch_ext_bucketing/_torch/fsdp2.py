@@ -63,11 +63,11 @@ def blocks_of(tensor: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
     mesh = tuple(tensor.device_mesh.shape)
     cut = {dim for _, dim in sharded_dims(tensor)}
     spans = [range(n) if d in cut else (0,) for d, n in enumerate(mesh)]
-    found = {}
+    parts = {}
     for at in itertools.product(*spans):
         shape, offset = part(tensor.shape, mesh, list(at), tensor.placements)
-        found[at] = (*offset, *shape)
-    return found
+        parts[at] = (*offset, *shape)
+    return parts
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -140,9 +140,9 @@ def name_per_tensor(name: str, tensor: Any) -> list[str | None]:
 
 def parts_of(tensor: Any) -> list[torch.Tensor]:
     """Return the plain tensors that a tensor consists of."""
-    found: list[torch.Tensor] = []
-    map_parts(tensor, lambda part: found.append(part) or part)  # type: ignore[func-returns-value]
-    return found
+    parts: list[torch.Tensor] = []
+    map_parts(tensor, lambda part: parts.append(part) or part)  # type: ignore[func-returns-value]
+    return parts
 
 
 def map_parts(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -218,8 +218,8 @@ class ParamGroup:
 def policy_for(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
     """Return a unit's policy for one parameter, by ``param_dtype_override_fn`` (since 2.15)."""
     resolve = getattr(policy, "_resolve_for_param", None)
-    found: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
-    return found
+    own: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
+    return own
 
 
 def sent(
@@ -245,8 +245,8 @@ def is_wrapped(model: nn.Module) -> bool:
 def _states_in(model: nn.Module) -> list[FSDPState]:
     """Return the FSDP2 states of a model's modules, each once."""
     with private_torch():
-        found = dict.fromkeys(map(_composable_state._get_module_state, model.modules()))
-    return [state for state in found if isinstance(state, FSDPState)]
+        states = dict.fromkeys(map(_composable_state._get_module_state, model.modules()))
+    return [state for state in states if isinstance(state, FSDPState)]
 
 
 def read_param_groups(model: nn.Module) -> list[ParamGroup]:
@@ -268,15 +268,15 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
     roots = outermost(module for state in states for module in state._modules)
     groups: list[ParamGroup] = []
     for state, group in _groups_of(states):
-        found = [_names_of(fsdp_param, names) for fsdp_param in group.fsdp_params]
-        params = tuple(fqns[0] for fqns in found)
+        names_of_each = [_names_of(fsdp_param, names) for fsdp_param in group.fsdp_params]
+        params = tuple(fqns[0] for fqns in names_of_each)
         is_root = state._auto_reshard_after_forward and state._modules[0] in roots
         groups.append(
             ParamGroup(
                 modules=tuple(module_names[m] for m in group.modules if m in module_names),
                 params=params,
                 reduce_params=reduce_order(params, [_grad_dtype(p) for p in group.fsdp_params]),
-                aliases=tuple((alias, fqns[0]) for fqns in found for alias in fqns[1:]),
+                aliases=tuple((alias, fqns[0]) for fqns in names_of_each for alias in fqns[1:]),
                 origins=tuple(getattr(p, "_orig_param_uid", None) for p in group.fsdp_params),
                 sent=tuple(_sent(p, group) for p in group.fsdp_params),
                 reshard=False if is_root else _reshard(group),
@@ -366,11 +366,11 @@ def _groups_of(states: list[FSDPState]) -> list[tuple[FSDPState, Any]]:
 def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:
     """Return all FQNs of an ``FSDPParam``, the one of ``model.named_parameters()`` first."""
     info = fsdp_param._module_info
-    found = names.get(info.module._parameters.get(info.param_name), ())
-    if not found:
+    fqns = names.get(info.module._parameters.get(info.param_name), ())
+    if not fqns:
         raise ValueError(
             f"a fully_shard() unit of this model holds {info.param_name!r} of a "
             f"{type(info.module).__name__} that is not in it: pass the model that all modules "
             "of the unit belong to"
         )
-    return found
+    return fqns

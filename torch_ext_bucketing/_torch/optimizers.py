@@ -102,8 +102,8 @@ def by_dtype(gradients: Sequence[torch.Tensor]) -> list[int]:
     """
     with private_torch():
         from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped
-    found = grouped([list(gradients)], with_indices=True)
-    return [place for _, places in found.values() for place in places]
+    groups = grouped([list(gradients)], with_indices=True)
+    return [place for _, places in groups.values() for place in places]
 
 
 _BETWEEN_RANKS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")

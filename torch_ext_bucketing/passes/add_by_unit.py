@@ -132,8 +132,8 @@ class AddByUnit(GraphPass):
             for value, of in gradient_outputs(output)
         }
         fqns: Any = compilation.input_fqns or {}
-        found = dict.fromkeys(self._units.unit_of(fqn) for fqn in fqns.values())
-        here = tuple(repr(self._units.units[unit][0]) for unit in found if unit is not None)
+        read = dict.fromkeys(self._units.unit_of(fqn) for fqn in fqns.values())
+        here = tuple(repr(self._units.units[unit][0]) for unit in read if unit is not None)
         for index, (name, tensor) in compilation.activations.items():
             x = tensor()
             if x is None or index not in gradients:

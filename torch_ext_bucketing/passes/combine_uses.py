@@ -235,8 +235,8 @@ def _same_gathers(
         dtype, again = start.meta["val"].dtype, in_backward(start)
         key = (structure, group_name(start), group_size(start), dtype, epoch, again)
         groups.setdefault(key, []).append(start)
-    for node, found in epochs.items():
-        if len(found) > 1:
+    for node, several in epochs.items():
+        if len(several) > 1:
             reason = f"{_writes_to(node, writes)[0].name} writes to it between its uses"
             left.append(LeftAlone(fqns, reason, cause=Cause.WRITTEN))
     return [group for group in groups.values() if len(group) > 1], left
@@ -348,7 +348,7 @@ def _plan_reduction(
     structures = StructuralIds(facts.position)
     reason = ""
     for reductions in range(most, 0, -1):
-        cuts = {leaf: _full(found, reductions, dtype) for leaf, found in tree.uses.items()}
+        cuts = {leaf: _full(choices, reductions, dtype) for leaf, choices in tree.uses.items()}
         plan = {leaf: cut for leaf, cut in cuts.items() if cut is not None}
         if len(plan) < len(cuts):
             reason = reason or (
@@ -415,15 +415,15 @@ def _kept_dtype(tree: _Tree, facts: GraphAnalysis) -> dict[torch.dtype, None]:
 
 def _used_in(node: fx.Node) -> dict[torch.dtype, None]:
     dtype = node.meta["val"].dtype
-    found: dict[torch.dtype, None] = {}
+    dtypes: dict[torch.dtype, None] = {}
     for user in node.users:
         if keeps_values(user):
-            found.update(_used_in(user))
+            dtypes.update(_used_in(user))
         elif user.op == "call_function" and is_linear(user) and user.meta["val"].dtype != dtype:
-            found[user.meta["val"].dtype] = None
+            dtypes[user.meta["val"].dtype] = None
         elif user.op != "output":
-            found[dtype] = None
-    return found
+            dtypes[dtype] = None
+    return dtypes
 
 
 def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, writes: Writes) -> str:

@@ -112,12 +112,12 @@ class Park(GraphPass):
         wanted: dict[str, list[fx.Node]] = {name: [] for name in self.modules}
         for node in could_park(g):
             fqn = canonical_fqn(module_of(node) or "")
-            for name, found in wanted.items():
+            for name, nodes in wanted.items():
                 if not name or fqn == name or fqn.startswith(f"{name}."):
-                    found.append(node)
-        for node in dict.fromkeys(n for found in wanted.values() for n in found):
+                    nodes.append(node)
+        for node in dict.fromkeys(n for nodes in wanted.values() for n in nodes):
             mark(node)
-        left = [LeftAlone((name,), "no activation") for name, found in wanted.items() if not found]
+        left = [LeftAlone((name,), "no activation") for name, nodes in wanted.items() if not nodes]
         if left:
             compilation.report.rewrites.append(ParkReport({}, tuple(left)))
 

@@ -79,7 +79,7 @@ class RecomputeCheck:
             return None
         digests = _Digests(graph)
         result = digests.finish(args)
-        self._recorded = digests.found
+        self._recorded = digests.by_name
         self._saved = _storages(result)
         return result
 
@@ -95,7 +95,7 @@ class RecomputeCheck:
         self._recorded = {}
         digests = _Digests(graph, recorded)
         result = digests.finish(args)
-        again = [(name, *recorded[name], found) for name, (_, found) in digests.found.items()]
+        again = [(name, *recorded[name], now) for name, (_, now) in digests.by_name.items()]
         places = {name: i for i, name in enumerate(recorded)}
         again.sort(key=lambda one: places[one[0]])
         # One copy to the host for all values.
@@ -119,7 +119,7 @@ class _Digests(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, only: Iterable[str] | None = None) -> None:
         super().__init__(graph)
-        self.found: dict[str, tuple[fx.Node, torch.Tensor]] = {}
+        self.by_name: dict[str, tuple[fx.Node, torch.Tensor]] = {}
         self._only = None if only is None else dict.fromkeys(only)
 
     def finish(self, args: list[Any]) -> Sequence[Any]:
@@ -141,7 +141,7 @@ class _Digests(fx.Interpreter):
             value = super().run_node(n)
         wanted = n.meta.get(_NAME) == n.name and (self._only is None or n.name in self._only)
         if wanted and isinstance(value, torch.Tensor) and _has_values(n):
-            self.found[n.name] = n, digest_of(value)
+            self.by_name[n.name] = n, digest_of(value)
         return value
 
 

@@ -276,11 +276,11 @@ def read_first_gathers(graph: fx.Graph) -> int:
     """
     gathers = [n for n in graph.nodes if kind_of(n) == "all_gather" and not is_bucket(n)]
     again = [n for n in gathers if home_group(n) != group_name(n)]
-    found = [n for n in again if n.args[0].target is _slice_copy]
-    for start in found:
+    second = [n for n in again if n.args[0].target is _slice_copy]
+    for start in second:
         (wait,) = start.users
         wait.replace_all_uses_with(start.args[0].args[0])
         erase_unused([wait])
-    if found:
+    if second:
         graph.lint()
-    return len(found)
+    return len(second)

@@ -130,7 +130,7 @@ def launches_of(
         if group is not None and _op_name(node) not in _POINT_TO_POINT:
             groups.setdefault(group, []).append(_launch_of(node, known))
     return GraphLaunches(
-        stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items()), planned_with
+        stage, tuple(GroupLaunches(g, tuple(theirs)) for g, theirs in groups.items()), planned_with
     )
 
 
