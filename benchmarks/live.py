@@ -133,7 +133,7 @@ def of_choices(name: str, layers: int) -> list[dict[str, Any]]:
         backend = backends.backend("inductor", passes, size_hints=hints)
         compilation = backend.pipeline.compilation(size_hints=hints, fuses=True)
         gm = fx.GraphModule({}, copy_graph(joint))
-        reshard.run(gm, compilation)
+        reshard.run(gm.graph, compilation)
         (report,) = (r for r in compilation.report.rewrites if isinstance(r, KeepReport))
         inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
         halves = default_partition(gm, inputs, num_fwd_outputs=outputs)

@@ -96,7 +96,7 @@ def between_steps(name: str) -> list[str]:
         bound = teb.PeakMemory(gib=1.02 * peak_bytes(gm) / 2**30)
         compilation = Compilation()
         teb.BucketAndSchedule([teb.Overlap(), bound], machine=H100)(gm, compilation)
-        model = model_of(compilation.analysis(gm), H100)
+        model = model_of(compilation.analysis(gm.graph), H100)
         line, nodes, now = Timeline.of(model), model.dependencies.nodes, 0.0
         lines.append(f"{phase}: {line.step_ms:.1f} ms, kernels {line.compute_ms:.1f} ms")
         for i in line.order:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ._torch.aot import stage_of
 from .fqns import format_names
 from .fsdp.shard import data_parallel
-from .graph.nodes import GraphLike, graph_of
 from .graph.sizes import GivenHints
 from .passes.backends import backend
 from .passes.base import GraphPass
@@ -144,7 +144,6 @@ class _Draw(GraphPass):
     version: str
     machine: Machine
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        graph = graph_of(graph)
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         model = model_of(compilation.analysis(graph), self.machine)
         self.drawn.append(Drawn(stage_of(graph), self.version, model, Timeline.of(model)))

@@ -37,7 +37,7 @@ class Gathers(teb.GraphPass):
         self.found: list[Counter[tuple[str, int]]] = []
 
     def run(self, graph: Any, compilation: Any) -> None:
-        starts = [n for n in graph.graph.nodes if kind_of(n) == "all_gather"]
+        starts = [n for n in graph.nodes if kind_of(n) == "all_gather"]
         self.found.append(Counter((tag_of(n).fqns[0], group_size(n)) for n in starts))  # type: ignore[union-attr]
 
 

@@ -21,7 +21,6 @@ from ..errors import AddedByGraphWarning
 from ..fqns import format_names
 from ..fsdp.unit_inputs import is_unit_input, modules_with_input_nodes, register_input_nodes
 from ..fsdp.units import UnitSpec
-from ..graph.nodes import GraphLike, graph_of
 from ..graph.values import keeps_values
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
@@ -111,15 +110,16 @@ class AddByUnit(GraphPass):
         """Put the hooks on the units' modules."""
         register_input_nodes(self._modules.values())
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g = graph_of(graph)
-        self._warn_of_split_sums(g, compilation)
-        views = {n: n.all_input_nodes[0] for n in g.nodes if is_unit_input(n) and keeps_values(n)}
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        self._warn_of_split_sums(graph, compilation)
+        views = {
+            n: n.all_input_nodes[0] for n in graph.nodes if is_unit_input(n) and keeps_values(n)
+        }
         compilation.report.rewrites.append(AddReport(tuple(_added(views))))
         for view in views:
             view.replace_all_uses_with(_source(view, views), lambda user: user.op != "output")
             if not view.users:
-                g.erase_node(view)
+                graph.erase_node(view)
 
     def _warn_of_split_sums(self, g: fx.Graph, compilation: Compilation) -> None:
         """Warn of activations with gradients in this graph and a sum of others in an earlier one.

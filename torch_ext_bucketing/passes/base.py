@@ -89,10 +89,10 @@ class GraphPass(CustomGraphPass):
         """Prepare the model before it is traced. Called when a backend is made."""
 
     @abstractmethod
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         """Run on a graph of the pass's stage, in place."""
 
-    def finish(self, graph: GraphLike, compilation: Compilation) -> None:
+    def finish(self, graph: fx.Graph, compilation: Compilation) -> None:
         """Complete the work of a joint pass on each graph after the partitioner.
 
         Called before the passes of that stage run.
@@ -180,18 +180,18 @@ def run_passes(
         compilation.measure(g)
     measured = time.perf_counter() - clock
     for p in joint:
-        p.finish(graph, compilation)
+        p.finish(g, compilation)
         compilation.changed()
     for i, p in enumerate(passes):
         _show(g, f"{name}_{i}_{p.name}_before")
         clock = time.perf_counter()
-        p.run(graph, compilation)
+        p.run(g, compilation)
         seconds = time.perf_counter() - clock + (measured if p is measures else 0.0)
         compilation.changed()
         _show(g, f"{name}_{i}_{p.name}_after")
         compilation.report.passes.append(PassTime(name, p.name, seconds))
     if stage == "forward_backward":
-        compilation.complete(graph)
+        compilation.complete(g)
     made = compilation.report.graphs[done:]
     warn_of_silence(g, made, compilation)
     return made

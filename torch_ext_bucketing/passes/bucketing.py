@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.fx as fx
 
 from .._torch.inductor import lower_sum
 from ..bucketing.all_to_all import reduce_by_all_to_all
@@ -16,7 +17,7 @@ from ..bucketing.plan import ByUnit, Groups, check_groups
 from ..fsdp.all_to_all import SUM, check_accumulate
 from ..fsdp.units import Units
 from ..graph.edits import unchanged_on_error
-from ..graph.nodes import FSDP_KINDS, GraphLike, Kind, check_kinds, graph_of
+from ..graph.nodes import FSDP_KINDS, Kind, check_kinds
 from ..runtime.watch import RunWatch, watch_for_shards
 from .base import BUCKETS, ORDER, RANK_ORDER, TAGS, GraphPass
 from .checks import DividedUnits
@@ -66,7 +67,7 @@ class BucketByUnit(GraphPass):
         """The planner of the buckets."""
         return ByUnit(self._units, self.kinds)
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
         plan = self.planner.plan(analysis)
         report = merge_and_report(analysis, plan, self._payload_key, self.kinds)
@@ -119,7 +120,7 @@ class BucketByCap(GraphPass):
             )
         )
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
         plan = self.planner.plan(analysis)
         report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
@@ -164,9 +165,8 @@ class FixedOrderReduce(GraphPass):
     def planned_with(self) -> str:
         return f"sums in rank order in {self.accumulate}"
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g = graph_of(graph)
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         lower_sum(SUM)
-        with unchanged_on_error(g):
-            reduce_by_all_to_all(g, self.accumulate)
-            g.lint()
+        with unchanged_on_error(graph):
+            reduce_by_all_to_all(graph, self.accumulate)
+            graph.lint()

@@ -40,8 +40,6 @@ from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Writes, may_run_twice
 from ..graph.edits import ancestors, call, contiguous_copy, unchanged_on_error
 from ..graph.nodes import (
-    GraphLike,
-    graph_of,
     group_name,
     group_size,
     is_view,
@@ -127,8 +125,8 @@ class CombineUses(GraphPass):
     stage = "joint"
     requires = frozenset({TAGS})
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        compilation.report.rewrites.append(combine_uses(graph_of(graph)))
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        compilation.report.rewrites.append(combine_uses(graph))
 
 
 def combine_uses(graph: fx.Graph) -> CombineReport:

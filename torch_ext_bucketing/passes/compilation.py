@@ -19,7 +19,6 @@ from ..errors import UncoveredParametersWarning
 from ..fsdp.tagging import FqnOf
 from ..graph.analysis import GraphAnalysis
 from ..graph.liveness import beside_bytes, kept_inputs
-from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import GivenHints, SizeHints
 from ..reports.compile import CompileReport, RewriteReport
 from ..runtime.watch import Watched
@@ -125,20 +124,19 @@ class Compilation:
     _uncovered: set[str] = field(default_factory=set)
     _analysis: GraphAnalysis | None = None
 
-    def analysis(self, graph: GraphLike) -> GraphAnalysis:
+    def analysis(self, graph: fx.Graph) -> GraphAnalysis:
         """Analyse ``graph``, once until the next pass has run."""
-        g = graph_of(graph)
-        if self._analysis is None or self._analysis.graph is not g:
+        if self._analysis is None or self._analysis.graph is not graph:
             more = self.baseline.external_live_bytes
             self._analysis = GraphAnalysis(
-                g, self.size_hints, external_live_bytes=more, fuses=self.fuses
+                graph, self.size_hints, external_live_bytes=more, fuses=self.fuses
             )
         return self._analysis
 
-    def complete(self, graph: GraphLike) -> None:
+    def complete(self, graph: fx.Graph) -> None:
         """Call :meth:`Extension.merged`; calling it again changes nothing."""
         if self.extension is not None:
-            report = self.extension.merged(graph_of(graph))
+            report = self.extension.merged(graph)
             if report is not None:
                 self.report.rewrites.append(report)
                 self.changed()

@@ -23,7 +23,7 @@ from ..bucketing.pack import pack
 from ..graph.analysis import unmergeable
 from ..graph.dependencies import Writes
 from ..graph.edits import ancestors, unchanged_on_error
-from ..graph.nodes import GraphLike, bucket_key, graph_of, kind_of, reduce_op
+from ..graph.nodes import bucket_key, kind_of, reduce_op
 from ..graph.tags import tag_of
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
@@ -59,10 +59,9 @@ class MergeAmax(GraphPass):
     stage = "joint"
     requires = frozenset({TAGS})
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g = graph_of(graph)
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         fqns: dict[fx.Node, dict[str, None]] = {}  # by all-reduce
-        for start in g.nodes:
+        for start in graph.nodes:
             tag = tag_of(start)
             if tag is not None and kind_of(start) == "all_gather":
                 for node in ancestors([start]):
@@ -70,8 +69,8 @@ class MergeAmax(GraphPass):
                         fqns.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
         groups: dict[Any, list[fx.Node]] = {}
         left: list[LeftAlone] = []
-        writes = Writes(g.nodes).unordered
-        for node in [n for n in g.nodes if n in fqns]:
+        writes = Writes(graph.nodes).unordered
+        for node in [n for n in graph.nodes if n in fqns]:
             why = "the graph writes to tensors" if writes else unmergeable(node)
             if not why and any(other in fqns for other in ancestors([node])):
                 why = "it depends on another of these all-reduces"
@@ -80,12 +79,12 @@ class MergeAmax(GraphPass):
             else:
                 groups.setdefault(bucket_key(node), []).append(node)
         merged = [members for members in groups.values() if len(members) > 1]
-        with unchanged_on_error(g):
+        with unchanged_on_error(graph):
             for members in merged:
-                pack(g, members, members, members[-1].next)
+                pack(graph, members, members, members[-1].next)
             if merged:
-                sort_topologically(g)
-                g.lint()
+                sort_topologically(graph)
+                graph.lint()
         if merged or left:
             report = AmaxReport(tuple(map(len, merged)), tuple(left))
             compilation.report.rewrites.append(report)

@@ -38,8 +38,6 @@ from ..fqns import canonical_fqn
 from ..fsdp.tagging import parameter_chains
 from ..graph.nodes import (
     TO_HOST,
-    GraphLike,
-    graph_of,
     host_stream,
     is_host_wait,
     is_view,
@@ -105,12 +103,11 @@ class Park(GraphPass):
         self._set(modules=tuple(self.modules))
         import_copies()
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g = graph_of(graph)
-        if _aot.stage_of(g) == "inference":
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        if _aot.stage_of(graph) == "inference":
             return
         wanted: dict[str, list[fx.Node]] = {name: [] for name in self.modules}
-        for node in could_park(g):
+        for node in could_park(graph):
             fqn = canonical_fqn(module_of(node) or "")
             for name, nodes in wanted.items():
                 if not name or fqn == name or fqn.startswith(f"{name}."):
@@ -121,8 +118,8 @@ class Park(GraphPass):
         if left:
             compilation.report.rewrites.append(ParkReport({}, tuple(left)))
 
-    def finish(self, graph: GraphLike, compilation: Compilation) -> None:
-        finish(graph_of(graph), compilation)
+    def finish(self, graph: fx.Graph, compilation: Compilation) -> None:
+        finish(graph, compilation)
 
 
 def could_park(graph: fx.Graph) -> list[fx.Node]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
+import torch.fx as fx
 import torch.nn as nn
 
 from ..errors import PassOrderError
@@ -105,7 +106,7 @@ class MatchFSDP2(GraphPass):
     def parts(self) -> tuple[GraphPass, ...]:
         return tuple(in_order([self])[1:])
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         for each in self.parts:
             each.run(graph, compilation)
             compilation.changed()

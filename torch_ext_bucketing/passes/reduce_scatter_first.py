@@ -27,8 +27,6 @@ from .._torch.process_groups import is_inside, ranks_of
 from ..graph.dependencies import Writes
 from ..graph.edits import contiguous_copy, unchanged_on_error
 from ..graph.nodes import (
-    GraphLike,
-    graph_of,
     group_name,
     kind_of,
     nbytes_of,
@@ -97,8 +95,8 @@ class ReduceScatterFirst(GraphPass):
     stage = "joint"
     requires = frozenset({TAGS})
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        compilation.report.rewrites.append(reduce_scatter_first(graph_of(graph)))
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        compilation.report.rewrites.append(reduce_scatter_first(graph))
 
 
 def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:

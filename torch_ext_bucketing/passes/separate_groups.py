@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import new_groups
 from ..graph.nodes import (
-    GraphLike,
     Kind,
     check_kinds,
-    graph_of,
     group_name,
     kind_of,
     set_group_name,
@@ -72,9 +71,8 @@ class SeparateGroups(GraphPass):
             self.second[mine.group_name] = second.group_name
             self._groups.append(second)
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g = graph_of(graph)
-        for node in g.nodes:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        for node in graph.nodes:
             if kind_of(node) in self.kinds and tag_of(node) is not None:
                 second = self.second.get(group_name(node))
                 if second is not None:

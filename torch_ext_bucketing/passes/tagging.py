@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from .._torch import dynamo as _dynamo
 from .._torch.inductor import check_passes_run_here
@@ -13,7 +14,6 @@ from ..errors import PayloadOrderWarning
 from ..fqns import format_names, nearest_names
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tagging import FqnOf, tag_joint_graph
-from ..graph.nodes import GraphLike, graph_of
 from .base import TAGS, GraphPass
 from .compilation import Compilation
 
@@ -42,12 +42,12 @@ class TagParameters(GraphPass):
     fqn_of: FqnOf | None = None
     order: FSDPParamOrder | None = None
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         if _dynamo.is_compiling():
             check_passes_run_here()
         fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
-            fqn_of = _dynamo.traced_input_fqns(graph_of(graph))
+            fqn_of = _dynamo.traced_input_fqns(graph)
         tags = tag_joint_graph(graph, fqn_of)
         if self.order is not None:
             unknown: dict[str, None] = {}

@@ -15,7 +15,6 @@ from ..bucketing.plan import ByUnit
 from ..errors import BoundNotKeptWarning, NothingKeptWarning
 from ..fsdp.tagging import Chains, parameter_chains, read_in_forward
 from ..fsdp.units import Units
-from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import SizeHints
 from ..graph.tags import Tag, tag_of
 from ..passes import park
@@ -170,27 +169,26 @@ class ReshardAfterForward(GraphPass):
         """Whether the cost model chooses what stays."""
         return self.reshard_after_forward == "auto"
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         def is_freed(tag: Tag) -> bool:
             stays = any(self._kept.unit_of(f) is not None for f in tag.fqns)
             return self.reshard_after_forward is not False and not stays
 
-        g = graph_of(graph)
-        chains = parameter_chains(g)
-        choice = self._choose(g, chains, compilation) if self.auto else _Choice()
+        chains = parameter_chains(graph)
+        choice = self._choose(graph, chains, compilation) if self.auto else _Choice()
         if self.auto or self._to is None:
             _mark(chains, choice, is_freed)
         in_part = choice.is_part if self.auto else is_freed
-        wanted = choice.parts if self.auto else _aot.stage_of(g) != "inference"
+        wanted = choice.parts if self.auto else _aot.stage_of(graph) != "inference"
         if self._smaller is not None and wanted:
-            compilation.report.rewrites.append(reshard_to(g, chains, self._smaller, in_part))
+            compilation.report.rewrites.append(reshard_to(graph, chains, self._smaller, in_part))
 
-    def finish(self, graph: GraphLike, compilation: Compilation) -> None:
+    def finish(self, graph: fx.Graph, compilation: Compilation) -> None:
         """Remove the smaller group's gathers from the forward graph; complete host copies."""
         if self._smaller is not None:
-            read_first_gathers(graph_of(graph))
+            read_first_gathers(graph)
         if self._parks:
-            park.finish(graph_of(graph), compilation)
+            park.finish(graph, compilation)
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Compare the first step's peak with the predicted one."""

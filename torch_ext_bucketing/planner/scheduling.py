@@ -20,7 +20,7 @@ from .._torch.aot import stage_of
 from ..bucketing.caps import ByCap, Eligible
 from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.plan import BucketPlanner, Groups, check_groups
-from ..graph.nodes import FSDP_KINDS, GraphLike, Kind, check_kinds, collective_kind, graph_of
+from ..graph.nodes import FSDP_KINDS, Kind, check_kinds, collective_kind
 from ..passes.base import BUCKETS, ORDER, RANK_ORDER, TAGS, GraphPass, Stage
 from ..passes.bucketing import FixedOrderReduce
 from ..passes.cache_key import brief
@@ -50,13 +50,11 @@ class Estimate(GraphPass):
     def __post_init__(self) -> None:
         self._set(machine=self.machine or job_machine())
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         assert self.machine is not None
         machine = self.machine.for_backend(compilation.fuses, compilation.captured)
         model = model_of(compilation.analysis(graph), machine)
-        compilation.report.estimates.append(
-            _estimate(model, stage_of(graph_of(graph)), machine.describe())
-        )
+        compilation.report.estimates.append(_estimate(model, stage_of(graph), machine.describe()))
 
 
 def _estimate(model: Model, stage: str, machine: str) -> EstimateReport:
@@ -116,19 +114,19 @@ class Schedule(GraphPass):
         """Return the machine's name and a digest of its numbers."""
         return f"machine {self.timed_for.name} {brief(self.timed_for)}"
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
 
     def _schedule(
         self,
-        graph: GraphLike,
+        graph: fx.Graph,
         compilation: Compilation,
         searched: Searched | None = None,
     ) -> None:
         compilation.complete(graph)
         report = schedule(
-            graph_of(graph),  # the module is recompiled once, after all passes
-            self._bounded(compilation, graph_of(graph)),
+            graph,  # the module is recompiled once, after all passes
+            self._bounded(compilation, graph),
             machine=self.timed_for.for_backend(compilation.fuses, compilation.captured),
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
@@ -220,12 +218,12 @@ class BucketAndSchedule(Schedule):
         """The planner that choices on the joint graph assume; None: none, as a search is slow."""
         return next(iter(self.planners), None)
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
         found = self._search(
-            self._bounded(compilation, graph_of(graph)),
+            self._bounded(compilation, graph),
             self.timed_for.for_backend(compilation.fuses, compilation.captured),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,

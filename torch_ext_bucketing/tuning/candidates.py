@@ -14,7 +14,6 @@ from .._torch.estimates import bucket_fsdp
 from ..fsdp.blocks import transformer_block_plan
 from ..fsdp.units import UnitSpec
 from ..graph.edits import unchanged_on_error
-from ..graph.nodes import GraphLike, graph_of
 from ..passes.backends import BucketingBackend
 from ..passes.base import GraphPass, Stage
 from ..passes.bucketing import BucketByCap, FixedOrderReduce
@@ -34,8 +33,8 @@ class TorchBuckets(GraphPass):
 
     stage: ClassVar[Stage] = "forward_backward"
 
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        gm = graph_of(graph).owning_module
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        gm = graph.owning_module
         assert isinstance(gm, fx.GraphModule)
         with unchanged_on_error(gm.graph):
             bucket_fsdp(gm)
