@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -126,12 +127,8 @@ class BucketingBackend:
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         is_fresh = agrees and _dynamo.is_first_compile()
-
-        def extend(graph: fx.GraphModule) -> tuple[list[Any], _aot.Wrap]:
-            return _extended(graph, compilation)
-
         with copies_in_partitioner(any(PARKED in p.provides for p in self.pipeline.joint)):
-            compiled = self._compile(gm, example_inputs, compilation, agrees, extend, kwargs)
+            compiled = self._compile(gm, example_inputs, compilation, agrees, kwargs)
         if is_fresh:
             compiled = as_fresh_frame(compiled)
         for p in (*self.pipeline.forward_backward, *self.pipeline.joint):
@@ -144,10 +141,10 @@ class BucketingBackend:
         example_inputs: Sequence[Any],
         compilation: Compilation,
         agrees: bool,
-        extend: Callable[[fx.GraphModule], tuple[list[Any], _aot.Wrap]],
         given: dict[str, Any],
     ) -> Callable[..., Any]:
         check = RecomputeCheck() if self.check_recompute else None
+        extend = functools.partial(_extended, compilation=compilation)
         if self.compiler == "inductor":
             meshes = _caches.meshes_in(example_inputs)
             return compile_inductor(
@@ -194,7 +191,7 @@ class BucketingBackend:
         )
 
     def _extension(self) -> Extension | None:
-        """Return what adds nodes to the graphs of a new compile."""
+        """Return the extension of the graphs of a new compile, if any."""
         return None
 
     def __repr__(self) -> str:
