@@ -4,34 +4,15 @@ Importing this module adds ``"torch_ext_bucketing"`` to torchtitan's pass pipeli
 selects it by ``config.compile.pass_pipeline``. Our passes replace torchtitan's bucketing pass; the
 rest of its list stays, in its order. Its ``memory_policy`` chooses what backward gathers again.
 With ``ep_overlap``, torchtitan still cuts experts' tokens in chunks, and our order of the step
-replaces its fixed one.
-
-With pipeline parallelism torchtitan runs a stage as several graphs. Those that gather the stage's
-parameters and reduce its gradients get eager FSDP2's buckets::
-
-    unshard    shards -> gathers in buckets -> parameters       once per step, if they fit
-    forward, backward    of each microbatch, without collectives of parameters
-    reduce     sums of gradients -> reductions in buckets -> gradients of shards, once per step
-
-torchtitan's schedules free a stage's parameters when other stages come next. But forward saves
-views of them for backward, which keep the storage alive. Here they are really freed. Under a memory
-bound (``pass_pipeline(memory=PeakMemory(gib=70))``) they are freed, and gathered again, if the
-bytes of all stages of the rank require it. ``trainer.pp_schedule.graph_provider.reports`` has one
-report per stage of the rank: its collectives, and its peak over the schedule.
+replaces its fixed one. :mod:`.torchtitan_pipeline` has the stages of a pipeline.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.fx as fx
 import torch.nn as nn
 from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
 from torchtitan.experiments.graph_trainer.registry import (
@@ -39,29 +20,18 @@ from torchtitan.experiments.graph_trainer.registry import (
     register_post_init_hook,
 )
 
-from .._torch.optimizers import actions_of, replace_actions
-from ..errors import BoundNotKeptWarning
-from ..passes.pipeline import Pipeline
-from ..passes.whole_step import names_per_tensor, run_pipeline, whole_step_pass
-from ..planner.keep.stages import StageBytes, bytes_of, stage_reports, views_of, with_residency
+from ..passes.whole_step import whole_step_pass
 from ..planner.schedule.memory import PeakMemory
 from ..planner.step_memory import check_bound, state_bytes
 from ..recipes import recipe
-from ..reports.base import sizes_text
-from ..reports.compile import CompileReport, StageReport
-from ..runtime.agreement import agree_on_launches
-from ..runtime.launches import launches_of
+from .torchtitan_pipeline import PIPELINE, REPLACED, BucketedStages
 from .torchtitan_step import StepInGraph, check_trainer
 
-_PIPELINE = "torch_ext_bucketing"
-_REPLACED = "joint_transformer_block_bucketing_reordering_pass"
 _ORDERED_ALREADY = "ep_overlap_schedule_pass"
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Trainers by the ``id`` of their configs: a pipeline gets a config, a pass needs the model."""
 _with_step: weakref.WeakSet[Any] = weakref.WeakSet()
 """Trainers whose graphs clip and update."""
-
-log = logging.getLogger("torch_ext_bucketing")
 
 
 def pass_pipeline(memory: PeakMemory | None = None, *, optimizer: bool = False) -> str:
@@ -82,7 +52,7 @@ def pass_pipeline(memory: PeakMemory | None = None, *, optimizer: bool = False) 
     if memory is not None and memory.gib is None:
         raise ValueError(f"the bound of a pipeline's stages is in GiB, got {memory!r}")
     options = [repr(memory)] if memory is not None else []
-    name = ", ".join([_PIPELINE, *options, *(["optimizer"] if optimizer else [])])
+    name = ", ".join([PIPELINE, *options, *(["optimizer"] if optimizer else [])])
 
     def started(trainer: Any) -> None:
         if optimizer and check_trainer(trainer):
@@ -94,7 +64,7 @@ def pass_pipeline(memory: PeakMemory | None = None, *, optimizer: bool = False) 
                 parts = nn.ModuleList(trainer.model_parts)
                 state = sum(state_bytes(parts, optimizer) for optimizer in trainer.optimizers)
                 room = check_bound(parts, memory, state)
-            trainer.pp_schedule.graph_provider = _BucketedStages(trainer.pp_schedule, room)
+            trainer.pp_schedule.graph_provider = BucketedStages(trainer.pp_schedule, room)
         elif memory is not None:
             raise ValueError(
                 f"{memory!r} bounds the stages of a pipeline; without pipeline parallelism use "
@@ -119,241 +89,22 @@ def graph_passes(
     parts: list[Any] = getattr(trainer, "model_parts", [])
     if len(parts) != 1:
         raise ValueError(
-            f"{_PIPELINE!r} needs one started trainer with this config and one model part, found "
+            f"{PIPELINE!r} needs one started trainer with this config and one model part, found "
             f"{len(parts)} parts: set config.compile.pass_pipeline before the trainer is built"
         )
     listed = construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
     names = [getattr(p, "func", p).__name__ for p in listed]
-    if _REPLACED not in names:
+    if REPLACED not in names:
         raise ValueError(
-            f"torchtitan's passes have no {_REPLACED} to replace, because precompile_artifact_dir "
+            f"torchtitan's passes have no {REPLACED} to replace, because precompile_artifact_dir "
             f"names an artifact or for another reason: {', '.join(names)}"
         )
-    at = names.index(_REPLACED)
+    at = names.index(REPLACED)
     after = [p for p in listed[at + 1 :] if getattr(p, "func", p).__name__ != _ORDERED_ALREADY]
     passes, fuses = recipe(parts[0]), config.compile.inductor_compilation == "full"
     if trainer in _with_step:
         return [*listed[:at], *StepInGraph(trainer, traced).passes(passes, after, fuses)]
     return [*listed[:at], whole_step_pass(parts[0], passes, fuses=fuses), *after]
-
-
-class _BucketedStages:
-    """Make a pipeline's stage graphs as torchtitan does, with our passes on gathers and reductions.
-
-    It replaces torchtitan's ``GraphPPStageGraphsProvider``.
-    """
-
-    def __init__(self, runtime: Any, room: int | None) -> None:
-        self.room = room
-        self.theirs = runtime.graph_provider
-        config = self.theirs.compile_config
-        if config.inductor_compilation != "regional":
-            raise ValueError(
-                f"{_PIPELINE!r} with pipeline parallelism needs config.compile."
-                f"inductor_compilation = 'regional', got {config.inductor_compilation!r}"
-            )
-        off = [*config.disable_passes, _REPLACED]
-        self.theirs.compile_config = dataclasses.replace(config, disable_passes=off)
-        self.reports: list[StageReport] = []
-
-    def prepare_graphs(self, schedule: Any, ctx: Any, *, loss_kwargs: dict[str, Any]) -> Any:
-        """Make the stages' graphs, as torchtitan's method does."""
-        new = {s.stage_index: s for s in schedule._stages if s.graphs is None}
-        overlapped = self.theirs.prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
-        if new:
-            self._bucket(schedule, new)
-        stages = {stage.stage_index: stage for stage in schedule._stages}
-        return {
-            (f, b): _ReleasedPair(theirs, stages[f].graphs, stages[b].graphs)
-            for (f, b), theirs in overlapped.items()
-        }
-
-    def _bucket(self, schedule: Any, stages: dict[int, Any]) -> None:
-        compiled = {i: _bucket(stage) for i, stage in stages.items()}
-        nbytes = {i: _bytes_of(stage.graphs) for i, stage in stages.items()}
-        actions = actions_of(schedule)
-        planned = with_residency(actions, nbytes, self.room)
-        replace_actions(schedule, planned)
-        for i, stage in stages.items():
-            if stage.graphs.modules.unshard is not None:
-                graph, buckets = stage.graphs.modules.unshard.graph, compiled[i].buckets
-                agree_on_launches(launches_of(graph, f"stage {i}", buckets, repr(planned)))
-                stage.graphs = _Released(stage.graphs, stage.state)
-        self.reports = stage_reports(actions_of(schedule), compiled, nbytes)
-        for report in self.reports:
-            log.info("%s", report.to_text().rstrip())
-        peak = self.reports[0].rank_peak_bytes
-        if self.room is not None and peak > self.room:
-            reached, bound = sizes_text(peak, self.room)
-            warnings.warn(
-                f"the stages of this rank peak at {reached}, and the bound leaves {bound} beside "
-                "shards, gradients and optimizer state, although every action gathers parameters "
-                "anew: use more stages or ranks, smaller microbatches or a schedule with fewer of "
-                "them in flight",
-                BoundNotKeptWarning,
-                stacklevel=2,
-            )
-
-
-@dataclass(frozen=True)
-class _View:
-    """The layout of a view of a gathered parameter; ``offset`` is in bytes."""
-
-    parameter: int
-    offset: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def of(self, values: list[Any]) -> torch.Tensor:
-        parameter = values[self.parameter]
-        first = parameter.storage_offset() * parameter.itemsize + self.offset
-        return torch.empty(0, dtype=self.dtype, device=parameter.device).set_(
-            parameter.untyped_storage(), first // self.dtype.itemsize, self.size, self.stride
-        )
-
-
-class _Released:
-    """A stage's graphs (``GraphPPStageGraphs``) that keep no gathered parameter alive between them.
-
-    ::
-
-        forward -> saved values, views of parameters         torchtitan's
-        forward -> saved values, layouts of the views        here: backward makes views again, of
-                                                             the parameters gathered then
-    """
-
-    def __init__(self, theirs: Any, state: Any) -> None:
-        self.theirs, self.state = theirs, state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.theirs, name)
-
-    def _gathered(self) -> list[Any]:
-        if not self.state.unsharded_param_values:
-            values = self.theirs.unshard_params(self.state.flat_param_values)
-            self.state.unsharded_param_values = values
-        found: list[Any] = self.state.unsharded_param_values
-        return found
-
-    def let_go(self, saved: Sequence[Any]) -> tuple[Any, ...]:
-        """Replace views of gathered parameters in ``saved`` by their layouts."""
-        tensors = {i: v for i, v in enumerate(self._gathered()) if isinstance(v, torch.Tensor)}
-        by_storage = {v.untyped_storage().data_ptr(): i for i, v in tensors.items() if v.numel()}
-
-        def place(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.numel():
-                return value
-            i = by_storage.get(value.untyped_storage().data_ptr())
-            if i is None:
-                return value
-            of = tensors[i]
-            offset = value.storage_offset() * value.itemsize - of.storage_offset() * of.itemsize
-            return _View(i, offset, value.dtype, tuple(value.shape), value.stride())
-
-        return tuple(map(place, saved))
-
-    def again(self, saved: Sequence[Any]) -> tuple[Any, ...]:
-        """Reverse :meth:`let_go` for the parameters gathered now."""
-        return tuple(v.of(self._gathered()) if isinstance(v, _View) else v for v in saved)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output, saved = self.theirs.forward(*args, **kwargs)
-        return output, self.let_go(saved)
-
-    def full_backward(self, output: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.theirs.full_backward(output, self.again(saved), *args, **kwargs)
-
-    def backward_input(self, output: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
-        grads, more = self.theirs.backward_input(output, self.again(saved), *args, **kwargs)
-        return grads, self.let_go(more)
-
-    def backward_weight(self, saved: Any) -> Any:
-        return self.theirs.backward_weight(self.again(saved))
-
-
-@dataclass(frozen=True)
-class _ReleasedPair:
-    """The graph of a forward and a backward that overlap (``GraphPPOverlapGraphs``).
-
-    Their stages may be :class:`_Released`.
-    """
-
-    theirs: Any
-    forward: Any
-    backward: Any
-
-    def forward_backward(self, **kwargs: Any) -> Any:
-        if isinstance(self.backward, _Released):
-            name = "backward_saved_values_for_backward"
-            kwargs[name] = self.backward.again(kwargs[name])
-        *gradients, output, saved = self.theirs.forward_backward(**kwargs)
-        if isinstance(self.forward, _Released):
-            saved = self.forward.let_go(saved)
-        return *gradients, output, saved
-
-
-def _bucket(stage: Any) -> CompileReport:
-    """Run the passes on the graphs of ``stage`` that gather and reduce, in place."""
-    model, modules, meta = stage.submod, stage.graphs.modules, stage.graphs.meta
-    names, trained = names_per_tensor(model)
-    pipeline = Pipeline(recipe(model, units=_units(model)), model)
-    compilation = pipeline.compilation()
-    if modules.unshard is not None:
-        graph = modules.unshard.graph
-        inputs = graph.find_nodes(op="placeholder")
-        gathered = [names[i] for i in meta.unshard_flat_param_indices]
-        output = _undescribed_output(graph)
-        # torchtitan counts one value per tensor that parameters are made of. A mesh that no other
-        # tensor is made with is not an input of any graph, and has no value.
-        values = (*output.args[0], *(None,) * (meta.num_flat_param_values - len(gathered)))
-        output.args = (values,)
-        fqns = {node: name for node, name in zip(inputs, gathered, strict=True) if name}
-        run_pipeline(modules.unshard, pipeline, compilation, fqns, [None] * len(values))
-    if modules.reduce_grad is not None:
-        _undescribed_output(modules.reduce_grad.graph)
-        run_pipeline(modules.reduce_grad, pipeline, compilation, {}, trained)
-    return compilation.report
-
-
-def _bytes_of(graphs: Any) -> StageBytes:
-    """Return the bytes that a stage's graphs allocate and hold."""
-    modules, meta = graphs.modules, graphs.meta
-    gathered, unshard = bytes_of(modules.unshard.graph) if modules.unshard else (0, 0)
-    saved, forward = bytes_of(modules.fw.graph, meta.num_user_outputs)
-    gradients, backward = bytes_of(modules.full_bw.graph)
-    running = {"UNSHARD": unshard - gathered, "F": forward - saved, "B": backward, "W": backward}
-    parameters = modules.fw.graph.find_nodes(op="placeholder")[: meta.num_fw_unsharded_param_inputs]
-    views = views_of(modules.fw.graph, parameters)[meta.num_user_outputs :]
-    saved_names = meta.partition.saved_for_backward_names
-    names = {n for n, is_view in zip(saved_names, views, strict=False) if is_view}
-    reads = set("FBIW" if names else "F")
-    if modules.bw_di is not None and modules.bw_dw is not None:
-        running |= {"I": bytes_of(modules.bw_di.graph)[1], "W": bytes_of(modules.bw_dw.graph)[1]}
-        inputs = modules.bw_di.graph.find_nodes(op="placeholder")
-        named = zip(inputs, meta.partition.bwd_input_names, strict=True)
-        read = [n for n, name in named if name in names]
-        if not any(views_of(modules.bw_di.graph, read)[meta.num_input_grad_values :]):
-            reads.discard("W")
-    if modules.reduce_grad is not None:
-        running["REDUCE_GRAD"] = bytes_of(modules.reduce_grad.graph)[1]
-    return StageBytes(gathered, saved, gradients, running, frozenset(reads))
-
-
-def _undescribed_output(graph: fx.Graph) -> fx.Node:
-    """Return the output node, without the descriptors of a cut graph, which are all None."""
-    (output,) = graph.find_nodes(op="output")
-    output.meta.pop("desc", None)
-    return output
-
-
-def _units(part: nn.Module) -> list[tuple[str, ...]]:
-    """Return a stage's units of eager FSDP2, as torchtitan wraps its decoders."""
-    has = dict(part.named_children())
-    layers = [(f"layers.{name}",) for name, _ in has["layers"].named_children()]
-    last = tuple(name for name in ("norm", "lm_head") if has.get(name) is not None)
-    first = [("tok_embeddings",)] if has.get("tok_embeddings") is not None else []
-    return [*first, *layers, *([last] if last else [])]
 
 
 pass_pipeline()

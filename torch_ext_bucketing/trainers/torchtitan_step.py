@@ -89,7 +89,7 @@ class StepInGraph:
     def passes(
         self, ours: Sequence[GraphPass], after: Sequence[GraphFunction], fuses: bool
     ) -> list[Any]:
-        """Return graph passes in the place of ours and those after it.
+        """Return graph passes in the place of ours and of the passes ``after`` it.
 
         ``fuses``: see :func:`.whole_step_pass`.
         """
