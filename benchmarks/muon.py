@@ -35,15 +35,15 @@ from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.step.matrix import EXCHANGE_BYTES, LEAST_BYTES
 from torch_ext_bucketing.step.owners import (
-    Block,
-    Exchange,
     Matrix,
+    Rectangle,
+    Routes,
     choose_buckets,
     choose_owners,
     newton_schulz_flops,
 )
 
-from .command import add_json, document_of, parser_of, title, write_results
+from .command import add_json, document_of, parser_of, write_results
 
 MACHINE = H100
 RANKS = (8, 64, 512)
@@ -143,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     document = document_of("python -m benchmarks.muon", argv)
     document["balance"] = balance
     document["steps"] = [[name, ranks, *s, s.over_alone] for name, ranks, s in steps]
-    text = f"{title(document)}\n\n{columns(first)}\n\n{columns(second)}"
-    write_results(args.json, document, text)
+    write_results(args.json, document, f"{columns(first)}\n\n{columns(second)}")
     return 0
 
 
@@ -260,7 +259,7 @@ def _chain_ms(block: Sequence[Shape], ranks: int) -> float:
     """Time the costliest matrix of a block alone, from its shards to its owner and back."""
     times = []
     for shape in block:
-        exchange = Exchange([_matrix(shape, 0, ranks)], (ranks,), (0,))
+        exchange = Routes([_matrix(shape, 0, ranks)], (ranks,), (0,))
         stages = [*exchange.to_owners(), *exchange.to_shards()]
         travel = (_network_ms("all_to_all", ranks, 2 * sum(s.most)) for s in stages)
         times.append(sum(travel) + _ns_ms(newton_schulz_flops(*shape, STEPS)))
@@ -288,7 +287,7 @@ def _exchanged(
     sent = 0
     for of in buckets:
         matrices = [_matrix(shapes[i], owners[i], ranks) for i in of]
-        exchange = Exchange(matrices, (ranks,), (0,))
+        exchange = Routes(matrices, (ranks,), (0,))
         for stages, times in ((exchange.to_owners(), there), (exchange.to_shards(), back)):
             (stage,) = stages
             times.append(_network_ms("all_to_all", ranks, itemsize * sum(stage.most)))
@@ -324,8 +323,8 @@ def _exchanged(
 def _matrix(shape: Shape, owner: int, ranks: int) -> Matrix:
     rows, columns = shape
     each = -(-rows // ranks)
-    blocks: dict[tuple[int, ...], Block] = {
-        (r,): Block(min(r * each, rows), 0, max(0, min(each, rows - r * each)), columns)
+    blocks: dict[tuple[int, ...], Rectangle] = {
+        (r,): Rectangle(min(r * each, rows), 0, max(0, min(each, rows - r * each)), columns)
         for r in range(ranks)
     }
     return Matrix(rows, columns, (True,), blocks, (owner,))

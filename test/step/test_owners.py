@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from torch_ext_bucketing.step.owners import (
     BALANCED,
-    Block,
-    Exchange,
     Matrix,
-    Part,
+    Piece,
+    Rectangle,
+    Routes,
     choose_buckets,
     choose_owners,
     newton_schulz_flops,
@@ -110,14 +110,14 @@ def exchanges(draw) -> tuple[tuple[int, ...], list[Matrix]]:
             places = {**whole, **dict(zip(dims, (i, j), strict=False))}
             at = tuple(places.get(d, 0) for d in range(len(mesh)))
             if rows and columns:
-                blocks[at] = Block(row, column, rows, columns)
+                blocks[at] = Rectangle(row, column, rows, columns)
         owner = tuple(draw(st.integers(0, n - 1)) for n in mesh)
         sharded = tuple(d in dims or d in whole for d in range(len(mesh)))
         matrices.append(Matrix(*shape, sharded, blocks, owner))
     return mesh, matrices
 
 
-def run(ex: Exchange, stages, buffers):
+def run(ex: Routes, stages, buffers):
     """Send what the stages of all ranks say; check sizes, and where the buffers differ."""
     for number in range(len(ex.mesh)):
         plans = {at: of[number] for at, of in stages.items()}
@@ -154,11 +154,11 @@ def run(ex: Exchange, stages, buffers):
 def test_parts_reach_owners_and_updates_all_ranks(found):
     mesh, matrices = found
     ranks = list(itertools.product(*map(range, mesh)))
-    of = {at: Exchange(matrices, mesh, at) for at in ranks}
+    of = {at: Routes(matrices, mesh, at) for at in ranks}
     given = {at: of[at].held(at, 0) for at in ranks}
     there = run(of[ranks[0]], {at: of[at].to_owners() for at in ranks}, given)
     for at, parts in there.items():
-        mine = {Part(i, c) for i, m in enumerate(matrices) if m.owner == at for c in m.blocks}
+        mine = {Piece(i, c) for i, m in enumerate(matrices) if m.owner == at for c in m.blocks}
         assert len(parts) == len(mine)
         assert set(parts) == mine
         for i, m in enumerate(matrices):
@@ -171,14 +171,14 @@ def test_parts_reach_owners_and_updates_all_ranks(found):
 def test_what_is_whole_at_its_owner_stays_there():
     mesh, cut = (2, 3), (True, True)
     for owner, dims in (((1, 2), []), ((1, 0), [1]), ((0, 2), [0])):
-        one = Matrix(2, 2, cut, {(1, 2): Block(0, 0, 2, 2)}, owner)
-        ex = Exchange([one], mesh, (0, 0))
+        one = Matrix(2, 2, cut, {(1, 2): Rectangle(0, 0, 2, 2)}, owner)
+        ex = Routes([one], mesh, (0, 0))
         assert [s.dim for s in ex.to_owners() if s.dim is not None] == dims
         assert [s.dim for s in ex.to_shards() if s.dim is not None] == dims
 
 
 def test_blocks_that_leave_or_share_rows_are_refused():
-    assert tiles(3, 2, [Block(0, 0, 2, 2), Block(2, 0, 1, 2), Block(3, 0, 0, 2)])
-    assert not tiles(3, 2, [Block(0, 0, 2, 2), Block(1, 0, 2, 2)])
-    assert not tiles(3, 2, [Block(0, 0, 2, 2)])
-    assert not tiles(2, 2, [Block(0, 0, 1, 1), Block(1, 1, 1, 1)])
+    assert tiles(3, 2, [Rectangle(0, 0, 2, 2), Rectangle(2, 0, 1, 2), Rectangle(3, 0, 0, 2)])
+    assert not tiles(3, 2, [Rectangle(0, 0, 2, 2), Rectangle(1, 0, 2, 2)])
+    assert not tiles(3, 2, [Rectangle(0, 0, 2, 2)])
+    assert not tiles(2, 2, [Rectangle(0, 0, 1, 1), Rectangle(1, 1, 1, 1)])

@@ -19,7 +19,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from .._torch.process_groups import as_argument, mesh_group
-from .norm import STACK, Call, by_mesh, operator
+from .norm import STACK, Call, by_mesh
+from .rules import operator
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

@@ -1,22 +1,17 @@
-"""The operators of an update that is a function of whole matrices.
-
-They number the matrices of all their parameters in one row: a parameter ``[stack, rows, columns]``
-is a stack of them.
-
-Append updates that are a function of whole matrices: Muon's.
+"""Append updates that are a function of whole matrices: Muon's.
 
 Every bucket of matrices (:mod:`.owners`) gets these nodes; ``all_to_all`` stands for one per mesh
-dimension, with its wait (:mod:`.exchange`)::
+dimension, with its wait::
 
     grads, momentum -> send_momentum_ -> all_to_all -> orthogonalize -> all_to_all -> add_updates_
 
-Momentum and parameters stay sharded: what is done to them is done element by element. What travels
-is bfloat16, which torch's Newton-Schulz rounds to first, so that nothing is lost. One matrix is
-computed after the other, by torch's own function: a batched product may have other bits.
+Momentum and parameters stay sharded, and change element by element. bfloat16 travels: torch's
+Newton-Schulz rounds to it first, so that nothing is lost. One matrix is computed after the other,
+by torch's own function: a batched product may have other bits.
 
-A parameter ``[stack, rows, columns]`` is a stack of matrices, each with an owner of its own. Those
-that lie whole on one rank, such as a layer's experts, are computed there, as far as the balance
-allows.
+A parameter ``[stack, rows, columns]`` is a stack of matrices, each with an owner of its own.
+Operators number the matrices of all their parameters in one row. Matrices that lie whole on one
+rank, such as a layer's experts, are computed there, as far as the balance allows.
 
 Nodes of a bucket stand between those of others, so that one is exchanged while another is
 computed::
@@ -43,31 +38,24 @@ from ..graph.sizes import Work, set_work
 from ..graph.tags import set_updates
 from ..reports.compile import Owners
 from .owners import (
-    Block,
     Coordinate,
-    Exchange,
+    Hop,
     Matrix,
-    Part,
-    Stage,
+    Piece,
+    Rectangle,
+    Routes,
     choose_buckets,
     choose_owners,
     newton_schulz_flops,
     tiles,
 )
-from .rules import MUON_OPTIONS
+from .rules import MUON_OPTIONS, operator
 
-SENT = torch.bfloat16
-"""The dtype of what travels."""
-
-_library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
-
-
-def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torch_ext_bucketing::{name}", fake, lib=_library)
-    return getattr(torch.ops.torch_ext_bucketing, name).default
+_c10d = torch.ops._c10d_functional
+SENT = torch.bfloat16  # the dtype of momentum and updates that travel
+LEAST_BYTES = 8 << 20  # bytes below which an exchange is mostly latency
+EXCHANGE_BYTES = 256 << 20
+_BUFFERS = 5  # of Newton-Schulz: the whole matrix, two of its size and two of the shorter side's
 
 
 def _send_momentum(
@@ -78,7 +66,7 @@ def _send_momentum(
     order: list[int],
     nesterov: bool,
 ) -> Tensor:
-    """Update momentum as ``torch.optim.Muon`` does; pack what is to be orthogonalized."""
+    """Update momentum as ``torch.optim.Muon`` does; pack the updates to orthogonalize."""
     out = _packed(grads, order)
     if skip is not None and skip.item():
         return out.zero_()
@@ -117,17 +105,14 @@ def _orthogonalize(
     eps: float,
     steps: int,
 ) -> Tensor:
-    """Orthogonalize the whole matrices whose parts are in a buffer.
+    """Orthogonalize matrices of ``shapes`` (rows and columns of each), whose parts are in a buffer.
 
-    Args:
-        received: the parts, one after the other.
-        shapes: rows and columns of each matrix.
-        given: place of the matrix, row, column, rows and columns of each part in ``received``.
-        wanted: the same of each part in the result.
+    ``given`` has five numbers for each part in ``received``: its matrix, row, column, rows and
+    columns; ``wanted`` likewise for the result.
     """
     out = _orthogonal(received, wanted)
     parts = [
-        [(v[0], Block(*v[1:]), p) for v, p in zip(of, buffer.split(_sizes(of)), strict=True)]
+        [(v[0], Rectangle(*v[1:]), p) for v, p in zip(of, buffer.split(_sizes(of)), strict=True)]
         for of, buffer in ((_fives(given), received), (_fives(wanted), out))
     ]
     for i in range(len(shapes) // 2):
@@ -152,7 +137,7 @@ def _sizes(parts: Sequence[Sequence[int]]) -> list[int]:
     return [rows * columns for _, _, _, rows, columns in parts]
 
 
-def _at(matrix: Tensor, b: Block) -> Tensor:
+def _at(matrix: Tensor, b: Rectangle) -> Tensor:
     return matrix[b.row : b.row + b.rows, b.column : b.column + b.columns]
 
 
@@ -167,9 +152,8 @@ def _add_updates(
 ) -> None:
     """Decay parameters and add their updates as ``torch.optim.Muon`` does.
 
-    Args:
-        order: places of the matrices whose parts are in ``received``, in its order.
-        shapes: rows and columns of each parameter's whole matrices.
+    ``order`` has the places of the matrices whose parts are in ``received``, ``shapes`` rows and
+    columns of each parameter's whole matrices.
     """
     if skip is not None and skip.item():
         return
@@ -183,20 +167,20 @@ def _add_updates(
         mine[i].add_(part.view(mine[i].shape), alpha=-scale)
 
 
-SEND = _operator(
+SEND = operator(
     "send_momentum_(Tensor(a!)[] momentum, Tensor[] grads, Tensor[] numbers, Tensor? skip, "
     "int[] order, bool nesterov) -> Tensor",
     _send_momentum,
     lambda momentum, grads, numbers, skip, order, nesterov: _packed(grads, order),
 )
-REPACK = _operator("repack(Tensor buffer, int[] sizes, int[] order) -> Tensor", _repack, _repack)
-ORTHOGONALIZE = _operator(
+REPACK = operator("repack(Tensor buffer, int[] sizes, int[] order) -> Tensor", _repack, _repack)
+ORTHOGONALIZE = operator(
     "orthogonalize(Tensor received, int[] shapes, int[] given, int[] wanted, "
     "float[] coefficients, float eps, int steps) -> Tensor",
     _orthogonalize,
     lambda received, shapes, given, wanted, *numbers: _orthogonal(received, wanted),
 )
-ADD = _operator(
+ADD = operator(
     "add_updates_(Tensor(a!)[] params, Tensor received, Tensor[] numbers, Tensor? skip, "
     "int[] order, int[] shapes, str? adjust) -> ()",
     _add_updates,
@@ -204,21 +188,8 @@ ADD = _operator(
 )
 
 
-_c10d = torch.ops._c10d_functional
-LEAST_BYTES = 8 << 20  # bytes below which an exchange is mostly latency
-EXCHANGE_BYTES = 256 << 20
-_BUFFERS = 5  # the whole matrix, two of its size and two of the shorter side's
-
-
 class Update(NamedTuple):
-    """A parameter and the nodes of its update.
-
-    Args:
-        fqn: its name.
-        parameter: the parameter.
-        group: the group of its optimizer.
-        shard: its node; so are ``gradient``, ``momentum`` and ``numbers``.
-    """
+    """A parameter, the group of its optimizer, and the nodes of its update."""
 
     fqn: str
     parameter: Tensor
@@ -232,12 +203,12 @@ class Update(NamedTuple):
 def bytes_within(room: int, parameters: Sequence[Tensor]) -> int:
     """Choose the bytes of whole matrices that a rank receives in one exchange.
 
-    What is live at once, at most: the matrices that were received, the next ones, what is sent for
-    these, and an update per copy; and the buffers of Newton-Schulz. What is sent and got back takes
-    the place of gradients. Where these are smaller, the difference comes on top.
+    At most these are live at once: received matrices, the next ones, buffers that send them, an
+    update per copy, and Newton-Schulz's buffers. Sent and returned parts take the place of
+    gradients; where gradients are smaller, the difference comes on top.
 
     Args:
-        room: bytes that all of this may take on the rank with most, beside all gradients.
+        room: bytes for all of this on the rank with most, beside all gradients.
         parameters: all that are exchanged; at least one.
     """
     more = (max(0, 2 * SENT.itemsize - p.itemsize) * largest_shard_numel(p) for p in parameters)
@@ -253,16 +224,13 @@ def bytes_within(room: int, parameters: Sequence[Tensor]) -> int:
 def append_matrices(
     call: Callable[..., fx.Node], updates: Sequence[Update], skip: fx.Node | None, cap: int | None
 ) -> tuple[Owners, ...]:
-    """Append the updates of matrices.
+    """Append the updates of matrices, and report on each mesh.
 
     Args:
         call: appends a node.
         updates: the matrices, the first gradient to arrive first.
-        skip: whether the step changes nothing.
+        skip: the node that is not zero if the step changes nothing.
         cap: bytes of whole matrices that a rank may receive in one exchange; None: 256 MiB.
-
-    Returns:
-        What the report has about each mesh.
 
     Raises:
         ValueError: shards are not blocks of rows and columns, or one rank compiles for all.
@@ -274,7 +242,7 @@ def append_matrices(
         )
     alike: dict[Any, list[Update]] = {}
     for u in updates:
-        options = tuple(_frozen(u.group[name]) for name in MUON_OPTIONS)
+        options = repr([u.group[name] for name in MUON_OPTIONS])
         alike.setdefault((mesh_of(u.parameter), options), []).append(u)
     # The costliest first, as among matrices: the others even out what these leave.
     groups = sorted(map(_Alike, alike.values()), key=lambda g: -max(g.costs))
@@ -298,10 +266,6 @@ def append_matrices(
     )
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _size(parameter: Tensor) -> tuple[int, int]:
     """Return rows and columns of a parameter's matrices."""
     rows, columns = parameter.shape[-2:]
@@ -317,16 +281,14 @@ def _owners(groups: Sequence[_Alike], loads: Sequence[int]) -> Owners:
 
 
 class _Layout(NamedTuple):
-    """Where a matrix is.
+    """Where a matrix is; ``sharded`` and ``blocks`` are those of :class:`.Matrix`.
 
-    Args:
-        sharded: see :class:`.Matrix`; so is ``blocks``.
-        home: the ranks, by their place in the mesh, that no part has to reach along some dimension,
-            since no other coordinate has any. None: all ranks are alike.
+    ``home`` has the ranks, by their place in the mesh, that no part has to reach along some
+    dimension, since no other coordinate has any; empty: all ranks are alike.
     """
 
     sharded: tuple[bool, ...]
-    blocks: dict[Coordinate, Block]
+    blocks: dict[Coordinate, Rectangle]
     home: list[int]
 
 
@@ -340,12 +302,12 @@ class _Alike:
         self.at = () if mesh is None else tuple(mesh.get_coordinate())
         self.ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
         known: dict[Any, list[_Layout]] = {}
-        found = [(k, of) for k, u in enumerate(updates) for of in self._layouts(u, known)]
-        self.stacks, self.layouts = [k for k, _ in found], [of for _, of in found]
+        layouts = [(k, of) for k, u in enumerate(updates) for of in self._layouts(u, known)]
+        self.stacks, self.layouts = [k for k, _ in layouts], [of for _, of in layouts]
         self.sizes = [_size(updates[k].parameter) for k in self.stacks]
         steps = updates[0].group["ns_steps"]
         self.costs = [newton_schulz_flops(*size, steps) for size in self.sizes]
-        self.buckets: list[tuple[list[Update], list[int], Exchange]] = []
+        self.buckets: list[tuple[list[Update], list[int], Routes]] = []
 
     def choose(self, load: dict[int, int], cap: int) -> None:
         """Choose owners, whose work is added to ``load``, and buckets."""
@@ -364,15 +326,10 @@ class _Alike:
             stacks = list(dict.fromkeys(self.stacks[i] for i in of))
             whose = [stacks.index(self.stacks[i]) for i in of]
             mine = [self.updates[k] for k in stacks]
-            self.buckets.append((mine, whose, Exchange(matrices, self.shape, self.at)))
+            self.buckets.append((mine, whose, Routes(matrices, self.shape, self.at)))
 
     def _layouts(self, update: Update, known: dict[Any, list[_Layout]]) -> list[_Layout]:
-        """Read where matrices are, which ``known`` keeps for others of the same placements.
-
-        Raises:
-            ValueError: a parameter is neither a matrix nor a stack, or its shards are not blocks of
-                rows and columns.
-        """
+        """Read where matrices are, which ``known`` keeps for others of the same placements."""
         whole = update.parameter
         if whole.dim() not in (2, 3):
             raise ValueError(
@@ -383,13 +340,13 @@ class _Alike:
         if key not in known:
             cut = {d for _, d in sharded_dims(whole)}
             sharded = tuple(d in cut for d in range(len(self.shape)))
-            parts: list[dict[Coordinate, Block]]
+            parts: list[dict[Coordinate, Rectangle]]
             parts = [{} for _ in range(whole.shape[0] if whole.dim() == 3 else 1)]
             for at, of in blocks_of(whole).items():
                 half = len(of) // 2
                 first, row, column = (0, *of[:half])[-3:]
                 count, rows, columns = (1, *of[half:])[-3:]
-                block = Block(row, column, rows, columns)
+                block = Rectangle(row, column, rows, columns)
                 for blocks in parts[first : first + count] if block.size else ():
                     blocks[at] = block
             if not all(tiles(*_size(whole), blocks.values()) for blocks in parts):
@@ -401,15 +358,15 @@ class _Alike:
             known[key] = [_Layout(sharded, of, self._home(sharded, of)) for of in parts]
         return known[key]
 
-    def _home(self, sharded: Sequence[bool], blocks: Mapping[Coordinate, Block]) -> list[int]:
-        found: list[Collection[int]] = []
+    def _home(self, sharded: Sequence[bool], blocks: Mapping[Coordinate, Rectangle]) -> list[int]:
+        having_by_dim: list[Collection[int]] = []
         for d, (cut, ranks) in enumerate(zip(sharded, self.shape, strict=True)):
             having = {at[d] for at in blocks}
-            found.append(having if cut and len(having) == 1 else range(ranks))
-        if list(map(len, found)) == list(self.shape):
+            having_by_dim.append(having if cut and len(having) == 1 else range(ranks))
+        if list(map(len, having_by_dim)) == list(self.shape):
             return []
         places = itertools.product(*map(range, self.shape))
-        return [i for i, at in enumerate(places) if all(map(contains, found, at))]
+        return [i for i, at in enumerate(places) if all(map(contains, having_by_dim, at))]
 
 
 class _Bucket:
@@ -420,7 +377,7 @@ class _Bucket:
         call: Callable[..., fx.Node],
         updates: Sequence[Update],
         whose: Sequence[int],
-        exchange: Exchange,
+        exchange: Routes,
     ) -> None:
         self._call, self._updates, self._exchange = call, updates, exchange
         here = {part.matrix: None for part in exchange.held(exchange.at, 0)}
@@ -433,25 +390,24 @@ class _Bucket:
             self._place.update(zip(mine, itertools.count(first)))
             first += local[0] if len(local) == 3 else 1
         self._forth, self._back = exchange.to_owners(), exchange.to_shards()
-        self._numbers = [u.numbers for u in updates]
         self._mesh = mesh_of(updates[0].parameter)
         self._sent: fx.Node
-        self._have: list[Part] = []
+        self._have: list[Piece] = []
 
     def send(self, skip: fx.Node | None) -> None:
         """Append momentum, and the exchange to the owners."""
         mine = self._updates
         first = self._forth[0].sent if self._forth else self._exchange.held((), 0)
         order = [self._place[p.matrix] for p in first]
-        lists = [u.momentum for u in mine], [u.gradient for u in mine], self._numbers
+        lists = zip(*((u.momentum, u.gradient, u.numbers) for u in mine), strict=True)
         nesterov = mine[0].group["nesterov"]
-        self._sent = self._call(SEND, *lists, skip, order, nesterov)
+        self._sent = self._call(SEND, *map(list, lists), skip, order, nesterov)
         most = self._forth[0].most[0] if self._forth else self._exchange.elements(first)
         size = SENT.itemsize * most
         set_work(self._sent, Work(size, 6 * size))
         self._have = first
-        for stage in self._forth:
-            self._move(stage)
+        for hop in self._forth:
+            self._move(hop)
 
     def compute(self) -> None:
         """Append Newton-Schulz, and the exchange to the shards."""
@@ -475,33 +431,34 @@ class _Bucket:
         set_work(self._sent, Work(size, 4 * size, max(flops.values())))
         set_updates(self._sent, (), largest)
         self._have = wanted
-        for stage in self._back:
-            self._move(stage)
+        for hop in self._back:
+            self._move(hop)
 
     def add(self, skip: fx.Node | None) -> None:
         """Append the updates of the parameters."""
         shapes = [n for u in self._updates for n in _size(u.parameter)]
         order = [self._place[p.matrix] for p in self._have]
         adjust = self._updates[0].group["adjust_lr_fn"]
-        shards = [u.shard for u in self._updates]
-        node = self._call(ADD, shards, self._sent, self._numbers, skip, order, shapes, adjust)
+        shards, numbers = ([u.shard for u in self._updates], [u.numbers for u in self._updates])
+        node = self._call(ADD, shards, self._sent, numbers, skip, order, shapes, adjust)
         set_updates(node, [u.fqn for u in self._updates], 0)
         set_work(node, Work(0))
 
-    def _move(self, stage: Stage) -> None:
-        if stage.sent != self._have:
+    def _move(self, hop: Hop) -> None:
+        """Append a repacking if the order or the parts differ, and the all-to-all."""
+        if hop.sent != self._have:
             at = {part: i for i, part in enumerate(self._have)}
             sizes = [self._exchange.elements([p]) for p in self._have]
-            order = [at[p] for p in stage.sent]
+            order = [at[p] for p in hop.sent]
             self._sent = self._call(REPACK, self._sent, sizes, order)
-            size = SENT.itemsize * stage.most[0]
+            size = SENT.itemsize * hop.most[0]
             set_work(self._sent, Work(size, 2 * size))
-        self._have = stage.received
-        if stage.dim is None:
+        self._have = hop.received
+        if hop.dim is None:
             return
-        group = as_argument(mesh_group(self._mesh, stage.dim))
-        splits = (stage.received_from, stage.sent_to)
+        group = as_argument(mesh_group(self._mesh, hop.dim))
+        splits = (hop.received_from, hop.sent_to)
         self._sent = self._call(_c10d.all_to_all_single.default, self._sent, *splits, group)
-        sent, received = (SENT.itemsize * n for n in stage.most)
+        sent, received = (SENT.itemsize * n for n in hop.most)
         set_work(self._sent, Work(received, sent + received))
         self._sent = self._call(_c10d.wait_tensor.default, self._sent)

@@ -24,19 +24,11 @@ from torch import Tensor
 from .._torch.fsdp2 import mesh_of, shard_of, sharded_dims
 from .._torch.optimizers import by_dtype
 from .._torch.process_groups import as_argument, mesh_group
+from .rules import operator
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _EPS = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
-
-
-def operator(schema: str, run: Callable[..., Any]) -> Any:
-    """Define an operator that runs the kernels of ``run``, in Inductor's graphs as well."""
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torch_ext_bucketing::{name}", run, lib=_library)
-    return getattr(torch.ops.torch_ext_bucketing, name).default
 
 
 def _stack(norms: list[Tensor], shares: list[float]) -> Tensor:
@@ -54,20 +46,16 @@ def _total_norm(vectors: list[Tensor], norm_type: float) -> Tensor:
     return sum(t**norm_type for t in totals) ** (1.0 / norm_type)  # type: ignore[return-value]
 
 
-def _coefficient(total: Tensor, max_norm: float) -> Tensor:
-    return torch.clamp(max_norm / (total + _EPS), max=1.0)
-
-
-def _not_finite(total: Tensor) -> Tensor:
-    return total.isfinite().logical_not().float()
-
-
-_library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
 NORMS = operator("norms(Tensor[] grads, float norm_type) -> Tensor[]", torch._foreach_norm)
 STACK = operator("stack(Tensor[] norms, float[] shares) -> Tensor", _stack)
 _TOTAL = operator("total_norm(Tensor[] vectors, float norm_type) -> Tensor", _total_norm)
-_COEFFICIENT = operator("coefficient(Tensor total, float max_norm) -> Tensor", _coefficient)
-NOT_FINITE = operator("not_finite(Tensor total) -> Tensor", _not_finite)
+_COEFFICIENT = operator(
+    "coefficient(Tensor total, float max_norm) -> Tensor",
+    lambda total, max_norm: torch.clamp(max_norm / (total + _EPS), max=1.0),
+)
+NOT_FINITE = operator(
+    "not_finite(Tensor total) -> Tensor", lambda total: total.isfinite().logical_not().float()
+)
 
 # norm_strategy in torch's _math_ops.py
 _WITHOUT_POWERS = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
@@ -78,11 +66,10 @@ Call = Callable[..., fx.Node]
 def by_mesh(
     parameters: Sequence[torch.Tensor],
 ) -> list[tuple[tuple[tuple[Any, int], ...], list[int]]]:
-    """Group parameters whose norms are stacked, those of one mesh.
+    """Group parameters by mesh, whose norms are stacked.
 
     Returns:
-        For each mesh the dimensions that shard any of its parameters, and the parameters' places
-        in the order of the stack.
+        Per mesh, dimensions that shard any of its parameters, and places in the stack's order.
     """
     groups: dict[Any, list[int]] = {}
     for i, parameter in enumerate(parameters):
@@ -97,11 +84,9 @@ def by_mesh(
 
 @dataclass(frozen=True)
 class Norm:
-    """How gradients are clipped.
+    """How gradients are clipped, as by :func:`torch.nn.utils.clip_grad_norm_`.
 
-    Args:
-        max_norm: as in :func:`torch.nn.utils.clip_grad_norm_`; so is ``norm_type``.
-        skip: whether a step whose norm is not finite changes nothing.
+    With ``skip``, a step whose norm is not finite changes nothing.
     """
 
     max_norm: float
@@ -117,8 +102,8 @@ class Norm:
         for dims, places in by_mesh(parameters):
             norms, shares = [], []
             for i in places:
-                found = call(NORMS, [gradients[i]], self.norm_type)
-                norms.append(call(getitem, found, 0))
+                norm = call(NORMS, [gradients[i]], self.norm_type)
+                norms.append(call(getitem, norm, 0))
                 copies = [m.size(d) for m, d in dims if (m, d) not in sharded_dims(parameters[i])]
                 shares.append(self._share(math.prod(copies)))
             vector = call(STACK, norms, shares)
@@ -134,11 +119,11 @@ class Norm:
         return call(_TOTAL, vectors, self.norm_type)
 
     def _share(self, ranks: int) -> float:
-        """Return what a norm that several ranks have is divided by, so that theirs add up to it."""
+        """Return the divisor of a norm that several ranks have: their parts add up to it."""
         if self.norm_type in _WITHOUT_POWERS:
             return float(ranks) if self.norm_type == 0.0 else 1.0
         return math.pow(ranks, 1.0 / self.norm_type)
 
     def coefficient(self, call: Call, total: fx.Node) -> fx.Node:
-        """Append what gradients are multiplied with."""
+        """Append the factor that scales gradients."""
         return call(_COEFFICIENT, total, self.max_norm)

@@ -1,11 +1,9 @@
-"""Choose the rank that computes each matrix's update, and the matrices that travel together.
+"""Choose the rank that computes each matrix's update, and plan how its parts travel.
 
 An optimizer such as Muon computes with whole matrices. One rank, the owner, gets the whole of a
-matrix, so that its bits are those of one device. Nothing here depends on the rank that calls.
+matrix, so that its bits are those of one device. All is planned from shapes, alike on every rank.
 
-Bring the parts of matrices to their owners, and updates back.
-
-A part is what one rank holds of a matrix, a block of rows and columns. Parts travel along one mesh
+A part is a block of rows and columns that one rank holds of a matrix. Parts travel along one mesh
 dimension after the other, in one all-to-all each. With two dimensions and the owner at (1, 0)::
 
     (0,0) (0,1)                  .     .                      .     .
@@ -13,7 +11,7 @@ dimension after the other, in one all-to-all each. With two dimensions and the o
     (1,0) (1,1)     --->      2 parts 2 parts     --->      whole   .
 
 Updates come back the same way, last dimension first. Where a dimension holds copies, the owner
-takes those in its own place, and the update goes to every copy. All of this is planned from shapes.
+takes those in its own place, and the update goes to every copy.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ BALANCED = 1.05  # of the mean work; with more on the busiest rank, matrices lea
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
     """Count the floating-point operations of Newton-Schulz on one matrix.
 
-    Each step is three products, of the matrix with its transpose, of the square result with itself,
-    and of that with the matrix. torch counts the square result's side as the shorter one.
+    Each step has three products: ``A = X X^T``, ``A A`` and ``B X``. torch transposes a tall ``X``.
     """
     m, n = sorted((rows, columns))
     return steps * (4 * m * m * n + 2 * m**3)
@@ -51,8 +48,7 @@ def choose_owners(
     needs (:data:`BALANCED`), from the busiest rank to the one with the least load.
 
     Args:
-        costs: per matrix, the first gradient to arrive first. Among equal ones, the first matrix
-            chooses first.
+        costs: per matrix, the first gradient to arrive first, which chooses first among equals.
         loads: work that each rank has already. The matrices' is added in place.
         homes: per matrix, the ranks that are home to it; none: all ranks are alike.
 
@@ -95,7 +91,7 @@ def choose_buckets(
     most: int = 3,
     stacks: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Divide matrices into buckets. All matrices of one are exchanged at once.
+    """Divide matrices into buckets; the matrices of a bucket are exchanged at once.
 
     Every owner has about the same part of its work in a bucket, the costliest first, so that it
     computes while the next bucket travels.
@@ -113,50 +109,42 @@ def choose_buckets(
     Returns:
         The matrices of each bucket, ascending; no bucket is empty.
     """
-    turn = sorted(range(len(costs)), key=lambda i: -costs[i])
-    middle, load, received = [0.0] * len(costs), dict[int, int](), dict[int, int]()
-    for i in turn:
-        before = load.get(owners[i], 0)
-        middle[i] = before + costs[i] / 2
-        load[owners[i]] = before + costs[i]
-        received[owners[i]] = received.get(owners[i], 0) + nbytes[i]
+    # The middle of a matrix's work among its owner's, the costliest matrix first.
+    middle, load, received = [0.0] * len(costs), Counter[int](), Counter[int]()
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        middle[i] = load[owners[i]] + costs[i] / 2
+        load[owners[i]] += costs[i]
+        received[owners[i]] += nbytes[i]
     stacks = range(len(costs)) if stacks is None else stacks
     together: dict[int, list[int]] = {}
     for i, stack in enumerate(stacks):
         together.setdefault(stack, []).append(i)
     place = [sum(middle[i] for i in together[s]) / len(together[s]) for s in stacks]
+
+    def fits(bucket: Sequence[int]) -> bool:
+        nbytes_of, stacks_of = Counter[int](), dict[int, set[int]]()
+        for i in bucket:
+            nbytes_of[owners[i]] += nbytes[i]
+            stacks_of.setdefault(owners[i], set()).add(stacks[i])
+        return all(n <= cap or len(stacks_of[owner]) == 1 for owner, n in nbytes_of.items())
+
     span = max(load.values(), default=0) or 1
     count = max(1, min(most, max(received.values(), default=0) // least))
     while count <= 4 * len(together):
-        found: dict[int, list[int]] = {}
+        buckets: dict[int, list[int]] = {}
         for i, at in enumerate(place):
-            found.setdefault(int(count * at / span), []).append(i)
-        if all(_fits(of, nbytes, owners, stacks, cap) for of in found.values()):
-            return [found[k] for k in sorted(found)]
+            buckets.setdefault(int(count * at / span), []).append(i)
+        if all(map(fits, buckets.values())):
+            return [buckets[k] for k in sorted(buckets)]
         count += 1
     return sorted(together.values(), key=lambda of: place[of[0]])
-
-
-def _fits(
-    of: Sequence[int],
-    nbytes: Sequence[int],
-    owners: Sequence[int],
-    stacks: Sequence[int],
-    cap: int,
-) -> bool:
-    received: dict[int, int] = {}
-    parts: dict[int, set[int]] = {}
-    for i in of:
-        received[owners[i]] = received.get(owners[i], 0) + nbytes[i]
-        parts.setdefault(owners[i], set()).add(stacks[i])
-    return all(len(parts[owner]) == 1 or n <= cap for owner, n in received.items())
 
 
 Coordinate = tuple[int, ...]
 """A rank's place in a mesh."""
 
 
-class Block(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of a matrix."""
 
     row: int
@@ -170,14 +158,14 @@ class Block(NamedTuple):
         return self.rows * self.columns
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """A matrix, by its place, and the coordinate that holds the part; 0 where copies are."""
 
     matrix: int
     at: Coordinate
 
 
-class Stage(NamedTuple):
+class Hop(NamedTuple):
     """The exchange of one rank along one mesh dimension.
 
     Args:
@@ -190,9 +178,9 @@ class Stage(NamedTuple):
     """
 
     dim: int | None
-    sent: list[Part]
+    sent: list[Piece]
     sent_to: list[int]
-    received: list[Part]
+    received: list[Piece]
     received_from: list[int]
     most: tuple[int, int]
 
@@ -211,14 +199,14 @@ class Matrix:
     rows: int
     columns: int
     sharded: tuple[bool, ...]
-    blocks: Mapping[Coordinate, Block]
+    blocks: Mapping[Coordinate, Rectangle]
     owner: Coordinate
 
 
-def tiles(rows: int, columns: int, blocks: Iterable[Block]) -> bool:
+def tiles(rows: int, columns: int, blocks: Iterable[Rectangle]) -> bool:
     """Return whether blocks cover a matrix exactly."""
-    found = {b for b in blocks if b.size}
-    spans = {(b.row, b.rows) for b in found}, {(b.column, b.columns) for b in found}
+    pieces = {b for b in blocks if b.size}
+    spans = {(b.row, b.rows) for b in pieces}, {(b.column, b.columns) for b in pieces}
     for mine, whole in zip(spans, (rows, columns), strict=True):
         end = 0
         for start, size in sorted(mine):
@@ -227,73 +215,67 @@ def tiles(rows: int, columns: int, blocks: Iterable[Block]) -> bool:
             end += size
         if end != whole:
             return False
-    return len(found) == len(spans[0]) * len(spans[1])
+    return len(pieces) == len(spans[0]) * len(spans[1])
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """The matrices of one bucket, on a mesh.
-
-    Args:
-        matrices: the matrices.
-        mesh: the mesh's shape.
-        at: this rank's coordinate.
-    """
+class Routes:
+    """The matrices of one bucket, on a mesh of a shape, seen from the rank ``at`` a coordinate."""
 
     matrices: Sequence[Matrix]
     mesh: Coordinate
     at: Coordinate
 
-    def to_owners(self) -> list[Stage]:
+    def to_owners(self) -> list[Hop]:
         """Plan how parts get to owners."""
 
-        def goes(part: Part, source: int, target: int, d: int) -> bool:
+        def goes(part: Piece, source: int, target: int, d: int) -> bool:
             m = self.matrices[part.matrix]
             return m.owner[d] == target and (m.sharded[d] or source == target)
 
-        return [self._stage(d, d, goes) for d in range(len(self.mesh))]
+        return [self._hop(d, d, goes) for d in range(len(self.mesh))]
 
-    def to_shards(self) -> list[Stage]:
+    def to_shards(self) -> list[Hop]:
         """Plan how updates get from owners to all that have a part."""
 
-        def goes(part: Part, source: int, target: int, d: int) -> bool:
+        def goes(part: Piece, source: int, target: int, d: int) -> bool:
             return not self.matrices[part.matrix].sharded[d] or part.at[d] == target
 
-        return [self._stage(d, d + 1, goes) for d in reversed(range(len(self.mesh)))]
+        return [self._hop(d, d + 1, goes) for d in reversed(range(len(self.mesh)))]
 
-    def held(self, at: Coordinate, dims: int) -> list[Part]:
-        """List what ``at`` holds once parts have travelled along the first ``dims`` dimensions."""
-        found = []
+    def held(self, at: Coordinate, dims: int) -> list[Piece]:
+        """List the parts that ``at`` holds after the first ``dims`` dimensions."""
+        held = []
         for i, m in enumerate(self.matrices):
             if at[:dims] == m.owner[:dims]:
                 places = [
                     (range(self.mesh[d]) if d < dims else (c,)) if m.sharded[d] else (0,)
                     for d, c in enumerate(at)
                 ]
-                found += [Part(i, c) for c in itertools.product(*places) if c in m.blocks]
-        return found
+                held += [Piece(i, c) for c in itertools.product(*places) if c in m.blocks]
+        return held
 
-    def elements(self, parts: Iterable[Part]) -> int:
+    def elements(self, parts: Iterable[Piece]) -> int:
         """Count the elements of parts."""
         return sum(self.matrices[p.matrix].blocks[p.at].size for p in parts)
 
-    def _holders(self, part: Part, dims: int) -> Iterator[Coordinate]:
-        """List the ranks that hold a part once it has travelled along ``dims`` dimensions."""
+    def _holders(self, part: Piece, dims: int) -> Iterator[Coordinate]:
+        """List the ranks that hold a part after ``dims`` dimensions."""
         m = self.matrices[part.matrix]
         rest = range(dims, len(self.mesh))
         places = [(part.at[d],) if m.sharded[d] else range(self.mesh[d]) for d in rest]
         return itertools.product(*((c,) for c in m.owner[:dims]), *places)
 
-    def _stage(self, d: int, dims: int, goes: Callable[[Part, int, int, int], bool]) -> Stage:
+    def _hop(self, d: int, dims: int, goes: Callable[[Piece, int, int, int], bool]) -> Hop:
         back, moves = dims > d, False
         sending, receiving = Counter[Coordinate](), Counter[Coordinate]()
         for i, m in enumerate(self.matrices):
             for c, block in m.blocks.items():
                 copies = self.mesh[d] if back and not m.sharded[d] else 1
                 moves = moves or copies > 1 or (m.sharded[d] and c[d] != m.owner[d])
-                for rank in self._holders(Part(i, c), dims):
+                for rank in self._holders(Piece(i, c), dims):
                     sending[rank] += copies * block.size
-                for rank in self._holders(Part(i, c), d if back else d + 1):
+                for rank in self._holders(Piece(i, c), d if back else d + 1):
                     receiving[rank] += block.size
         at, peers = self.at, range(self.mesh[d]) if moves else (self.at[d],)
         mine = self.held(at, dims)
@@ -302,7 +284,7 @@ class Exchange:
             [p for p in self.held((*at[:d], s, *at[d + 1 :]), dims) if goes(p, s, at[d], d)]
             for s in peers
         ]
-        return Stage(
+        return Hop(
             d if moves else None,
             list(itertools.chain(*sent)),
             list(map(self.elements, sent)),

@@ -1,10 +1,8 @@
-"""Muon for stacks of matrices, such as the experts of a layer.
-
-The operator that updates parameters, and the optimizers that it knows.
+"""The operator that updates parameters, and the optimizers that it knows.
 
 One node updates the parameters of one bucket::
 
-    update_(params, grads, state, numbers, skip, fresh, places, rule, options)
+    update_(params, grads, state, numbers, lr, skip, fresh, places, rule, options)
 
 It calls the function of ``torch.optim`` that the optimizer itself calls, on this rank's shards. So
 bits are those of the variant that the optimizer is set to (``fused``, ``foreach`` or one tensor
@@ -16,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,10 +66,28 @@ class StackedMuon(MuonOfEach):
 
 
 _library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
-_library.define(
-    "update_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state, Tensor numbers, Tensor? lr, "
-    "Tensor? skip, Tensor? fresh, int[] places, str rule, str options) -> ()"
-)
+
+
+def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
+    """Define an operator that runs the kernels of ``run``, in Inductor's graphs as well.
+
+    ``fake`` takes fake tensors; None: ``run`` does.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_ext_bucketing::{name}", fake or run, lib=_library)
+    return getattr(torch.ops.torch_ext_bucketing, name).default
+
+
+class Arguments(NamedTuple):
+    """The arguments of a function of ``torch.optim``; ``options`` are its keywords."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    state: Sequence[list[Tensor]]
+    fresh: Sequence[bool]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,8 +98,8 @@ class Rule:
         numbers: entries of a group that are read before every step; a pair has several numbers.
         options: entries of a group that choose the kernels.
         state: names of the tensors of a parameter's state for a group, in the operator's order.
-        copies: how many copies of a parameter's bytes the kernels hold, for a group that is updated
-            one parameter after the other, or not. The first step counts, too.
+        copies: copies of a parameter's bytes that the kernels hold, for a group that is updated
+            one parameter after the other, or not; the first step's, too.
         run: calls the function of ``torch.optim``.
     """
 
@@ -91,20 +107,20 @@ class Rule:
     options: tuple[str, ...]
     state: Callable[[Mapping[str, Any]], tuple[str, ...]]
     copies: Callable[[Mapping[str, Any], bool], int]
-    run: Callable[..., None]
+    run: Callable[[Arguments], None]
 
     def numbers_of(self, group: Mapping[str, Any]) -> list[float]:
         """Return the numbers of a group; an lr that is a tensor is passed as one."""
-        found: list[float] = []
+        numbers: list[float] = []
         for name in self.numbers:
             value = group[name]
             if name == "lr" and isinstance(value, Tensor):
                 value = 0.0
-            found += map(float, value if isinstance(value, tuple | list) else (value,))
-        return found
+            numbers += map(float, value if isinstance(value, tuple | list) else (value,))
+        return numbers
 
     def key(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what a graph depends on."""
+        """Return the settings that a graph depends on: options, state, the learning rate's kind."""
         return self.options_of(group), self.state(group), isinstance(group["lr"], Tensor)
 
     def options_of(self, group: Mapping[str, Any]) -> str:
@@ -135,34 +151,12 @@ def _adam_copies(group: Mapping[str, Any], single: bool) -> int:
     return 3 + int(bool(group["maximize"] or decays))
 
 
-def _run_adam(
-    params: list[Tensor],
-    grads: list[Tensor],
-    state: Sequence[list[Tensor]],
-    numbers: Sequence[float],
-    lr: Tensor | None,
-    found_inf: Tensor | None,
-    fresh: Sequence[bool],
-    options: dict[str, Any],
-) -> None:
-    rate, beta1, beta2, eps, weight_decay = numbers
-    steps, exp_avgs, exp_avg_sqs, *rest = state
-    adam(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        rest[0] if rest else [],
-        steps,
-        beta1=beta1,
-        beta2=beta2,
-        lr=rate if lr is None else lr,
-        weight_decay=weight_decay,
-        eps=eps,
-        found_inf=found_inf,
-        has_complex=any(map(torch.is_complex, params)),
-        **options,
-    )
+def _run_adam(c: Arguments) -> None:
+    steps, exp_avgs, exp_avg_sqs, *rest = c.state
+    most = rest[0] if rest else []
+    has_complex = any(map(torch.is_complex, c.params))
+    lists = (c.params, c.grads, exp_avgs, exp_avg_sqs, most, steps)
+    adam(*lists, has_complex=has_complex, **c.options)
 
 
 def _sgd_state(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -170,7 +164,7 @@ def _sgd_state(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _sgd_copies(group: Mapping[str, Any], single: bool) -> int:
-    """Count changed gradients, and those that the first step copies for momentum."""
+    """Count copies of gradients: changed ones, and the first step's for momentum."""
     first, decays = bool(group["momentum"]), bool(group["weight_decay"])
     if group["fused"]:
         return first
@@ -180,33 +174,13 @@ def _sgd_copies(group: Mapping[str, Any], single: bool) -> int:
     return first + min(2, 2 * group["maximize"] + decays + group["nesterov"])
 
 
-def _run_sgd(
-    params: list[Tensor],
-    grads: list[Tensor],
-    state: Sequence[list[Tensor]],
-    numbers: Sequence[float],
-    lr: Tensor | None,
-    found_inf: Tensor | None,
-    fresh: Sequence[bool],
-    options: dict[str, Any],
-) -> None:
-    rate, momentum, dampening, weight_decay = numbers
-    buffers: list[Tensor | None] = [None] * len(params)
-    if state:
+def _run_sgd(c: Arguments) -> None:
+    buffers: list[Tensor | None] = [None] * len(c.params)
+    if c.state:
         # The first step copies the gradient, with the sign of its zeros.
-        buffers = [None if new else b for b, new in zip(state[0], fresh, strict=True)]
-    sgd(
-        params,
-        grads,
-        buffers,
-        momentum=momentum,
-        dampening=dampening,
-        lr=rate if lr is None else lr,  # type: ignore[arg-type]
-        weight_decay=weight_decay,
-        found_inf=found_inf,
-        **options,
-    )
-    for made, buffer, new in zip(buffers, state[0] if state else (), fresh, strict=False):
+        buffers = [None if new else b for b, new in zip(c.state[0], c.fresh, strict=True)]
+    sgd(c.params, c.grads, buffers, **c.options)
+    for made, buffer, new in zip(buffers, c.state[0] if c.state else (), c.fresh, strict=False):
         if new:
             assert made is not None
             buffer.copy_(made)
@@ -225,7 +199,7 @@ class MatrixRule(Rule):
         return repr([group[name] for name in self.options])
 
 
-def _run_nothing(*args: Any) -> None:
+def _run_nothing(c: Arguments) -> None:
     raise AssertionError("matrices have nodes of their own")
 
 
@@ -258,6 +232,7 @@ RULES: dict[type, str] = {
     torch.optim.Muon: "muon",
     StackedMuon: "muon",
 }
+_SEVERAL = {"betas": ("beta1", "beta2")}  # entries of a group that are several keywords
 BY_NAME = {"adam": _ADAM, "sgd": _SGD, "muon": _MUON}
 
 
@@ -273,13 +248,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str | None:
 def state_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, names: Sequence[str]
 ) -> tuple[list[Tensor], bool]:
-    """Return tensors of a parameter's state, made like the optimizer's, and whether any is new.
+    """Return tensors of a parameter's state, and whether any is new.
 
-    Those that the optimizer's class makes at the first step are made here, except for a momentum
-    buffer, which that step copies from the gradient.
-
-    Raises:
-        ValueError: a tensor is missing that a step does not make.
+    State that the optimizer's class makes at the first step is made here in the same way; but a
+    momentum buffer is empty, since that step copies it from the gradient.
     """
     if not names:
         return [], False
@@ -312,18 +284,25 @@ def _update(
     options: str,
 ) -> None:
     values = {"1": True, "0": False, "-": None}
-    given = {name: values[v] for name, _, v in (o.partition("=") for o in options.split())}
+    given: dict[str, Any] = {
+        name: values[v] for name, _, v in (o.partition("=") for o in options.split())
+    }
     on_device = bool(given.get("fused")) and skip is not None
     if skip is not None and not on_device and skip.item():
         return
     kinds = len(state) // len(params)
     columns = [list(state[k::kinds]) for k in range(kinds)]
     new = [False] * len(params) if fresh is None else fresh[places].tolist()
-    found_inf = skip if on_device else None
-    run = BY_NAME[rule].run
-    run(list(params), list(grads), columns, numbers.tolist(), lr, found_inf, new, given)
+    of = BY_NAME[rule]
+    names = [n for each in of.numbers for n in _SEVERAL.get(each, (each,))]
+    given |= dict(zip(names, numbers.tolist(), strict=True))
+    given |= {"found_inf": skip if on_device else None} | ({} if lr is None else {"lr": lr})
+    of.run(Arguments(list(params), list(grads), columns, new, given))
 
 
-_library.impl("update_", _update, "CompositeExplicitAutograd")
-torch.library.register_fake("torch_ext_bucketing::update_", lambda *args: None, lib=_library)
-UPDATE = torch.ops.torch_ext_bucketing.update_.default
+UPDATE = operator(
+    "update_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state, Tensor numbers, Tensor? lr, "
+    "Tensor? skip, Tensor? fresh, int[] places, str rule, str options) -> ()",
+    _update,
+    lambda *args: None,
+)

@@ -141,7 +141,7 @@ class TrainStep:
         return loss.detach()
 
     def _compiled(self) -> tuple[_StepBackend, Loss]:
-        """Return what runs a step with the optimizers' present options."""
+        """Return the backend and function for the optimizers' present options."""
         accumulated = frozenset(fqn for fqn, p in self._parameters if p.grad is not None)
         groups = groups_of(self.optimizers)
         options = [(g.rule_name, g.rule.key(g.given), len(g.given["params"])) for g in groups]

@@ -54,7 +54,7 @@ _CALL_BYTES = 16 << 20
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """A group of parameters of an optimizer, by its number: checkpoints replace the group."""
+    """A group of parameters of an optimizer, by number: checkpoints replace the group."""
 
     optimizer: torch.optim.Optimizer
     number: int
@@ -82,7 +82,7 @@ class Group:
 
 
 def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Group]:
-    """List the groups that graphs update: those of optimizers with a rule."""
+    """List the groups of optimizers with a rule, which graphs update."""
     return [
         Group(optimizer, number, name)
         for optimizer in optimizers
@@ -93,12 +93,10 @@ def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Group]:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A parameter with a gradient.
+    """A parameter with a gradient; ``place`` is that among all trained parameters of the model.
 
-    Args:
-        place: its place among all trained parameters of the model, in their order.
-        group: its group in an optimizer with a rule; None: its gradient stays an output.
-        optimizer: its optimizer, with a rule or without.
+    Without a group, in an optimizer with a rule, its gradient stays an output. ``optimizer`` is its
+    optimizer, with a rule or without.
     """
 
     fqn: str
@@ -117,8 +115,7 @@ class Epilogue:
         norm: how gradients are clipped; None: not at all.
         accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
         aliases: FQN in ``trained`` by other FQNs of the same parameter.
-        exchange_bytes: bytes of whole matrices that a rank may receive in one exchange; None: as
-            many as the bound on memory allows.
+        exchange_bytes: see :func:`.train_step`.
         scaler: has scaled the loss, and decides which optimizers are skipped; None: no loss scale.
 
     Attributes:
@@ -155,7 +152,7 @@ class Epilogue:
         exchange_bytes: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Epilogue:
-        """Make one for all parameters of a model."""
+        """Make an epilogue for all parameters of a model."""
         owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
         group_of = {p: group for group in groups_of(optimizers) for p in group.given["params"]}
         names = parameter_names(model)
@@ -178,11 +175,11 @@ class Epilogue:
         # A backward graph has the shards that it reads by the same names as the forward graph.
         self._shards = {**inputs, **self._shards}
         named = [(value, self.aliases.get(fqn, fqn)) for value, fqn in gradients]
-        found = [(value, self.trained[fqn]) for value, fqn in named if fqn in self.trained]
-        return _Appending(self, graph, found).run() if found else []
+        trained = [(value, self.trained[fqn]) for value, fqn in named if fqn in self.trained]
+        return _Appending(self, graph, trained).run() if trained else []
 
     def merged(self, graph: fx.Graph) -> StepReport | None:
-        """Join the nodes of each bucket; with clipping or a loss scale, those of several."""
+        """Join the nodes of each bucket; with clipping or a loss scale, across buckets."""
         group_calls(graph, self.norm is not None or self.scaler is not None)
         reported, self._reported = self._reported, bool(self.updated)
         if reported or not self.updated:
@@ -243,10 +240,6 @@ class Epilogue:
             del p.group.optimizer.state[p.parameter]
         self._new, self.ran = set(), False
 
-    def fresh(self) -> torch.Tensor:
-        """Return which trained parameters have state that was made for this step."""
-        return torch.tensor([fqn in self._new for fqn in self.trained])
-
     def state(self, fqn: str, k: int) -> torch.Tensor:
         """Return one of the tensors of a parameter's state, as :meth:`read_state` found it."""
         return self._states[fqn][k]
@@ -254,9 +247,9 @@ class Epilogue:
     def read_state(self) -> None:
         """Look up the state of all parameters, which a checkpoint may have replaced."""
         optimizers = dict.fromkeys(p.group.optimizer for p in self.updated if p.group)
-        found = _values_in(optimizers)
+        present = _values_in(optimizers)
         seen = self._seen
-        if seen is not None and len(found) == len(seen) and all(map(is_, found, seen)):
+        if seen is not None and len(present) == len(seen) and all(map(is_, present, seen)):
             return
         for p in self.updated:
             assert p.group is not None
@@ -299,15 +292,15 @@ class _Appending:
     """One call of :meth:`Epilogue.append`."""
 
     def __init__(
-        self, epilogue: Epilogue, graph: fx.Graph, found: list[tuple[fx.Node, Trained]]
+        self, epilogue: Epilogue, graph: fx.Graph, trained: list[tuple[fx.Node, Trained]]
     ) -> None:
-        self.epilogue, self.graph, self.found = epilogue, graph, found
+        self.epilogue, self.graph, self.trained = epilogue, graph, trained
         self.output = next(iter(reversed(graph.nodes)))
         self.inputs: list[fx.Node] = []
         self.made: list[fx.Node] = []
         self.given = {n.name: n for n in graph.find_nodes(op="placeholder")}
         self.last = list(self.given.values())[-1]
-        self.mode = found[0][0].meta["val"].fake_mode
+        self.mode = trained[0][0].meta["val"].fake_mode
 
     def run(self) -> list[fx.Node]:
         epilogue = self.epilogue
@@ -328,7 +321,7 @@ class _Appending:
             # A compile is not a step.
             epilogue.forget_new()
         # AOTAutograd expects gradients. The step drops these, which take no memory.
-        dropped = {value: shards[p] for value, p in self.found if p in shards}
+        dropped = {value: shards[p] for value, p in self.trained if p in shards}
         self.output.args = fx.map_arg(self.output.args, lambda n: dropped.get(n, n))
         mark_backward(self.made)
         for node in self.made:
@@ -337,19 +330,23 @@ class _Appending:
 
     def _gradients(self) -> dict[Trained, fx.Node]:
         """Return the gradients, added to those of earlier microbatches, in the model's order."""
-        found: dict[Trained, fx.Node] = {}
-        for value, p in self.found:
+        gradients: dict[Trained, fx.Node] = {}
+        for value, p in self.trained:
             # A trace without Dynamo has a gradient for each name of a parameter.
-            found[p] = self.call(_aten.add.Tensor, found[p], value) if p in found else value
-            _note_largest(found[p], p)
+            gradients[p] = (
+                self.call(_aten.add.Tensor, gradients[p], value) if p in gradients else value
+            )
+            _note_largest(gradients[p], p)
         for fqn in sorted(self.epilogue.accumulated):
             p = self.epilogue.trained[fqn]
             read = functools.partial(_gradient_of, p)
             earlier = self._input_of(p, "grad", read, shard_of(p.parameter))
-            value = found.get(p)
-            found[p] = earlier if value is None else self.call(_aten.add_.Tensor, earlier, value)
-            _note_largest(found[p], p)
-        return dict(sorted(found.items(), key=lambda each: each[0].place))
+            value = gradients.get(p)
+            gradients[p] = (
+                earlier if value is None else self.call(_aten.add_.Tensor, earlier, value)
+            )
+            _note_largest(gradients[p], p)
+        return dict(sorted(gradients.items(), key=lambda each: each[0].place))
 
     def _unscale(self, gradients: dict[Trained, fx.Node]) -> dict[Any, fx.Node]:
         """Divide gradients by the loss scale; return, by optimizer, whether any is not finite."""
@@ -379,9 +376,7 @@ class _Appending:
         self.epilogue.total_norm = torch.zeros((), dtype=value.dtype, device=value.device)
         kept = self._input("total_norm", lambda: self.epilogue.total_norm)  # type: ignore[arg-type,return-value]
         self.call(_aten.copy_.default, kept, total)
-        skip = None
-        if norm.skip:
-            skip = self.call(NOT_FINITE, total)
+        skip = self.call(NOT_FINITE, total) if norm.skip else None
         return norm.coefficient(self.call, total), skip
 
     def _update(
@@ -392,12 +387,15 @@ class _Appending:
         ``skips``: by optimizer whether the step changes nothing of its parameters.
         """
         epilogue = self.epilogue
-        numbers = {group: self._numbers(group, i) for group, i in self._groups().items()}
+        groups = dict.fromkeys(p.group for p in epilogue.updated if p.group is not None)
+        numbers = {group: self._numbers(group, i) for i, group in enumerate(groups)}
         fresh = None
         if any(p.group and p.group.copies_at_first and p.group.names for p in epilogue.updated):
-            fresh = self._input("fresh", epilogue.fresh)
+            fresh = self._input(
+                "fresh", lambda: torch.tensor([fqn in epilogue._new for fqn in epilogue.trained])
+            )
         shards: dict[Trained, fx.Node] = {}
-        matrices: dict[fx.Node | None, list[Update]] = {}  # by what skips them
+        matrices: dict[fx.Node | None, list[Update]] = {}  # by the node that skips them
         for p in epilogue.updated:
             group = p.group
             assert group is not None
@@ -429,11 +427,6 @@ class _Appending:
             epilogue.owners += append_matrices(self.call, of[::-1], skip, cap)
         return shards
 
-    def _groups(self) -> dict[Group, int]:
-        """Give each group of updated parameters a number."""
-        found = dict.fromkeys(p.group for p in self.epilogue.updated if p.group is not None)
-        return {group: i for i, group in enumerate(found)}
-
     def _numbers(self, group: Group, i: int) -> tuple[fx.Node, fx.Node | None]:
         def read() -> torch.Tensor:
             return torch.tensor(group.rule.numbers_of(group.given), dtype=torch.float64)
@@ -446,8 +439,7 @@ class _Appending:
     def _shard(self, p: Trained) -> fx.Node:
         """Return the input with a parameter's shard, a new one if the graph does not read it."""
         forward = self.epilogue._shards.get(p.fqn)
-        if forward is not None and forward.name in self.given:
-            node = self.given[forward.name]
+        if forward is not None and (node := self.given.get(forward.name)) is not None:
             _note_largest(node, p)
             return node
         node = self._input_of(p, "", lambda: shard_of(p.parameter))
@@ -466,7 +458,7 @@ class _Appending:
         read: Callable[[], torch.Tensor],
         like: torch.Tensor | None = None,
     ) -> fx.Node:
-        """Return a new input with what a parameter has by that name, or with its shard."""
+        """Return a new input: a tensor of a parameter's state or gradient by name, or a shard."""
         node = self._input(f"{p.fqn}.{name}" if name else p.fqn, read, like)
         if node.meta["val"].dim():
             _note_largest(node, p)
@@ -534,9 +526,9 @@ def _reduction_of(value: fx.Node) -> fx.Node:
 
 
 def _together(node: fx.Node) -> Callable[[Iterable[int]], int]:
-    """Return what computes the buffers of a joined call from those of its members."""
-    # One tensor after the other takes the buffers of the largest. But the first step of SGD copies
-    # all gradients before it returns.
+    """Return ``max`` or ``sum``, which combines the members' scratch bytes."""
+    # A kernel per tensor takes the buffers of the largest, one after the other. But the first step
+    # of SGD copies all gradients before it returns.
     if node.target is not UPDATE:
         return sum
     params, *_, fresh, _, _, options = node.args
@@ -548,19 +540,17 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     if len(members) == 1:
         return
     last = members[-1]
-    args = tuple(
+    last.args = tuple(
         [x for m in members for x in m.args[i]] if isinstance(a, list | tuple) else a  # type: ignore[union-attr]
         for i, a in enumerate(last.args)
     )
-    last.args = args
     if last.target is UPDATE:
         fqns = [fqn for m in members for fqn in updates_of(m)]
         set_updates(last, fqns, _together(last)(map(buffer_bytes, members)))
     if last.target is NORMS:  # a result for each gradient
         last.meta["val"] = [v for m in members for v in m.meta["val"]]
         at = last
-        items = [(i, user) for i, member in enumerate(members) for user in member.users]
-        for i, item in items:
+        for i, item in [(i, user) for i, member in enumerate(members) for user in member.users]:
             item.args = (last, i)
             at.append(item)
             at = item
