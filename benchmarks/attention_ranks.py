@@ -189,7 +189,7 @@ def _train(
 
 
 def problems(row: dict[str, Any]) -> list[str]:
-    """List what must not be in the row of a run."""
+    """List the faults in the row of a run."""
     found = []
     if row["bound"] and row["cuda"] and row["measured"] > OVER * row["bound"]:
         found.append(f"the peak is {row['measured'] / row['bound']:.2f} of the bound")

@@ -52,7 +52,6 @@ from .command import (
     matching,
     parser_of,
     sayer,
-    title,
     write_results,
 )
 from .parallel import Layout, start_world
@@ -356,13 +355,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.equal:
         found = equal(args.steps)
         text = "\n".join(f"{part}: {n} of {args.steps} steps equal" for part, n in found)
-        write_results(args.json, {**document, "equal": found}, f"{title(document)}\n\n{text}")
+        write_results(args.json, {**document, "equal": found}, text)
         return int(any(n < args.steps for _, n in found))
     say, rows = sayer(time.monotonic()), list[dict[str, Any]]()
     for name in matching(parser, list(CHUNKS), args.only):
         say(name)
         rows.append({"name": name, **estimate(CHUNKS[name], args.layers)})
-        write_results(args.json, {**document, "rows": rows}, f"{title(document)}\n\n{table(rows)}")
+        write_results(args.json, {**document, "rows": rows}, table(rows))
     return int(any(r["ours_ms"] > r["theirs_ms"] for r in rows))
 
 

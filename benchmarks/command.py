@@ -108,8 +108,9 @@ def write_json(path: Path | None, document: Any) -> None:
         partial.replace(path)
 
 
-def write_results(path: Path | None, document: Any, text: str) -> None:
-    """Print ``text``; write both if there is a path, the text beside the JSON."""
+def write_results(path: Path | None, document: dict[str, Any], text: str) -> None:
+    """Print a title and ``text``; write all if there is a path, the text beside the JSON."""
+    text = f"{title(document)}\n\n{text}"
     print(text)
     write_json(path, document)
     if path is not None:

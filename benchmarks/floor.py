@@ -40,7 +40,7 @@ from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, add_number, document_of, matching, parser_of, title, write_results
+from .command import add_json, add_number, document_of, matching, parser_of, write_results
 from .graphs import available
 from .keep import MODELS, Sharded
 from .memory import WAYS, saved_by_torch
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios[name] = row["least"] / min(row["checkpointed"], row["budget=0"])
         lines.append([name, *(f"{b / 2**20:.1f}" for b in row.values()), f"{ratios[name]:.3f}"])
     document = document_of("python -m benchmarks.floor", arguments) | {"rows": rows}
-    write_results(args.json, document, f"{title(document)}\n\n{columns(lines)}")
+    write_results(args.json, document, columns(lines))
     return int(any(ratio > 1 for ratio in ratios.values()))
 
 

@@ -1,4 +1,4 @@
-"""Check on GPUs in a few minutes what the other benchmarks show on CPU ranks.
+"""Run the checks of the other benchmarks on GPUs in a few minutes.
 
     python -m benchmarks.gpu                            one to eight cards, at most 8 minutes
     python -m benchmarks.gpu --only bits,steps          some of the parts

@@ -1,4 +1,4 @@
-"""Choose on real ranks what stays gathered; compare with eager FSDP2 that keeps the same units.
+"""Choose kept units on real ranks; compare with eager FSDP2 that keeps the same units.
 
     python -m benchmarks.keep_ranks                         a minute on idle cores
     python -m benchmarks.keep_ranks --backend inductor      beside the same units kept by name

@@ -39,7 +39,7 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import parameter_groups
-from .command import add_json, add_number, document_of, matching, parser_of, title, write_results
+from .command import add_json, add_number, document_of, matching, parser_of, write_results
 from .graphs import Graph, load
 
 CONFIGS = ("llama3_8b_fsdp64", "llama3_8b_fsdp8_tp8", "deepseek_v3_fsdp64_ep8", "held_out_02")
@@ -96,7 +96,7 @@ def measured(graph: Graph) -> dict[str, Any]:
 
 
 def _bytes(node: scheduler.BaseSchedulerNode) -> int:
-    """Count what a kernel reads and writes."""
+    """Count the bytes that a kernel reads and writes."""
 
     def counted(node: scheduler.BaseSchedulerNode) -> dict[str, int]:
         return node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             apply_plan(graph.gm.graph, by_cap.plan(analysis))
             graph.gm.recompile()
         rows.append({"graph": name, **measured(graph)})
-    write_results(args.json, document, f"{title(document)}\n\n{table(rows)}")
+    write_results(args.json, document, table(rows))
     return 0
 
 

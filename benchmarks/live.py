@@ -47,7 +47,7 @@ from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.reports.keep import KeepReport
 
 from . import graphs
-from .command import add_json, add_number, document_of, matching, parser_of, title, write_results
+from .command import add_json, add_number, document_of, matching, parser_of, write_results
 from .graphs import Graph, load
 from .keep import UNITS, Sharded
 from .kernels import CONFIGS, NAMES
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for way, passes in WAYS.items():
             graph = load(name, args.layers, device=args.device, quiet=True)
             rows.append({"graph": name, "way": way, **measured(graph, passes())})
-    write_results(args.json, document, f"{title(document)}\n\n{table(rows)}")
+    write_results(args.json, document, table(rows))
     return int(any(not LOW <= row["planned"] / row["true"] <= HIGH for row in rows))
 
 

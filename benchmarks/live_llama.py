@@ -31,7 +31,7 @@ from torch_ext_bucketing.graph import fusion
 from torch_ext_bucketing.passes import backends
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, add_number, document_of, parser_of, title, write_results
+from .command import add_json, add_number, document_of, parser_of, write_results
 
 GIB = 2**30
 RECORDED = {"forward": 6.68, "backward": 7.66}
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = RECORDED.get(stage) if (args.layers, args.gib) == (8, None) else None
         shown = ["", ""] if known is None else [f"{known:.2f}", f"{nbytes / GIB / known:.3f}"]
         lines.append([stage, f"{nbytes / GIB:.3f}", *shown])
-    write_results(args.json, document, f"{title(document)}\n\n{columns(lines)}")
+    write_results(args.json, document, columns(lines))
     return 0
 
 

@@ -31,7 +31,7 @@ from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, default_cap, run_child, run_torchs
-from .command import add_json, document_of, parser_of, title, write_results
+from .command import add_json, document_of, parser_of, write_results
 from .graphs import chosen, load
 
 MODES: tuple[Literal["default", "custom_ops"], ...] = ("default", "custom_ops")
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         print(name, file=sys.stderr, flush=True)
         rows += compare(name, args.cap or default_cap(name), args.layers)
-    write_results(args.json, document, f"{title(document)}\n\n{table(rows)}")
+    write_results(args.json, document, table(rows))
     return int(any("differ" in row["patched"] for row in rows))
 
 

@@ -205,7 +205,7 @@ def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
 
 
 def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
-    """Return what runs a row on this rank."""
+    """Return the object that runs a row on this rank."""
     from eager_parity.ranks import Runs, mesh_of
 
     kind: type[Runs] = Runs

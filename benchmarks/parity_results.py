@@ -52,7 +52,7 @@ class RowResult:
 
     @property
     def problems(self) -> list[str]:
-        """List what keeps the row from passing."""
+        """List the reasons that keep the row from passing."""
         if self.error:
             return [self.error.strip().splitlines()[-1]]
         found = []

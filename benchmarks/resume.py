@@ -31,7 +31,7 @@ from typing import Any
 
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, document_of, parser_of, title, write_results
+from .command import add_json, document_of, parser_of, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "torch_ext_bucketing" / "docs" / "training-script.md"
@@ -148,7 +148,7 @@ def table(document: dict[str, Any]) -> tuple[str, bool]:
         cells = [*ends, "".join(row["loss"]), str(row["seconds"]), said]
         lines.append([str(row["ranks"]), row["way"], *cells])
         texts += [] if ok else [row["text"]]
-    about = f"{title(document)}\n{document['compiler']}; weights: of all ranks"
+    about = f"{document['compiler']}; weights: of all ranks"
     return "\n".join([about, "", columns(lines), *texts]), well
 
 

@@ -82,7 +82,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
 
 
 def what_ours_plans(graph: Graph, reference: int) -> tuple[list[Policy], Options]:
-    """Return our policies, and the options that choose what is bucketed."""
+    """Return our policies, and the options that choose buckets."""
     from torch_ext_bucketing.planner.schedule.memory import PeakMemory
     from torch_ext_bucketing.planner.schedule.policy import Overlap
 

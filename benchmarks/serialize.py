@@ -167,7 +167,7 @@ def _depends_on_data(symbol: Any) -> bool:
 
 
 def symbols_to_data(env: ShapeEnv) -> dict[str, Any]:
-    """Return what ``env`` has about the symbols that depend on data; see :func:`add_symbols`."""
+    """Return the entries of ``env`` about symbols that depend on data; see :func:`add_symbols`."""
 
     def of(known: Any) -> dict[Any, Any]:
         return {symbol: known[symbol] for symbol in known if _depends_on_data(symbol)}

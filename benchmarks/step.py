@@ -45,7 +45,7 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import ring_rank
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer, digest
 
-from .command import add_json, add_number, document_of, parser_of, title, write_results
+from .command import add_json, add_number, document_of, parser_of, write_results
 from .graphs import load
 
 WAYS = (("foreach", None), ("foreach", 1.0), ("fused", 1.0))
@@ -84,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts = [str(row["parameters"]), str(row["calls"])]
         clipped, equal = ("yes" if row[key] else "no" for key in ("clipped", "equal"))
         table.append([row["optimizer"], clipped, *counts, *shown, equal])
-    write_results(args.json, document, f"{title(document)}\n\n{columns(table)}")
+    write_results(args.json, document, columns(table))
     return 0 if all(row["equal"] for ranks in found for row in ranks) else 1
 
 
 def between_steps(name: str) -> list[str]:
-    """List what forward waits for, and the ends of the last reductions of backward."""
+    """List forward's waits, and the ends of the last reductions of backward."""
     lines = []
     for phase, kind in (("forward", "all_gather"), ("backward", "reduce_scatter")):
         gm = load(f"{name}.{phase}.recompute", None, quiet=True).gm

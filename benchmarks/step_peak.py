@@ -45,7 +45,7 @@ from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
-from .command import add_json, add_number, document_of, parser_of, title, write_results
+from .command import add_json, add_number, document_of, parser_of, write_results
 from .keep_ranks import profiled
 from .models import Llama, LlamaConfig
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bound = f"{row['bound'] / unit:.2f}" if "bound" in row else ""
         name = "GiB" if unit == GIB else "MiB"
         table.append([row["model"], str(row["ranks"]), row["way"], clipped, *shown, name, bound])
-    write_results(args.json, document, f"{title(document)}\n\n{columns(table)}")
+    write_results(args.json, document, columns(table))
     return 0 if all(map(is_good, rows)) else 1
 
 

@@ -53,7 +53,7 @@ from typing import Any
 
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, document_of, parser_of, title, write_results
+from .command import add_json, document_of, parser_of, write_results
 
 WAYS = ("eager", "theirs", "ours", "step", "killed")
 GATHERED = ("float32", "bfloat16")
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loss = str(row["losses"].get(STEPS))
         table.append([row["gathered"], row["way"], loss, equal, str(row["seconds"])])
     lines = "".join(f"\n{line}" for row in rows for line in row["stages"])
-    write_results(args.json, document, f"{title(document)}\n\n{columns(table)}{lines}")
+    write_results(args.json, document, f"{columns(table)}{lines}")
     return 0 if all(map(_as_it_must_be, rows)) else 1
 
 

@@ -185,7 +185,7 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def problems(result: dict[str, Any]) -> list[str]:
-    """List what must not be: other bits of ``units`` under ``aot_eager``, a loss far off."""
+    """List the faults: other bits of ``units`` under ``aot_eager``, a loss far off."""
     found = []
     for name, way in result["results"].items():
         exact = name == "units" and result["backend"] == "aot_eager"

@@ -46,7 +46,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from .command import add_json, document_of, parser_of, title, write_json, write_results
+from .command import add_json, document_of, parser_of, write_json, write_results
 
 HASH_SEEDS = {"plain": None, "plain, one hash seed": "0", "ours": None}
 LIMIT_S = 1200
@@ -234,7 +234,7 @@ def table(document: dict[str, Any]) -> str:
     """Render all starts of each way, and the cost of our warm start relative to plain torch."""
     from torch_ext_bucketing.reports.base import columns
 
-    lines = [title(document)]
+    lines: list[str] = []
     for world in dict.fromkeys(s["ranks"] for s in document["starts"]):
         mine = [s for s in document["starts"] if s["ranks"] == world]
         rows = [["way", "start", "seconds", "CPU s", "graphs", "AOT", "entries", "delayed"]]
@@ -243,7 +243,8 @@ def table(document: dict[str, Any]) -> str:
             last = [str(s["entries"]), str(s["delayed"] or "")]
             when = "warm" if s["number"] else "cold"
             rows.append([s["way"], when, *times, *counted(s), *last])
-        lines += ["", f"{world} ranks; hit/miss/bypass of all ranks together", "", columns(rows)]
+        lines += [""] if lines else []
+        lines += [f"{world} ranks; hit/miss/bypass of all ranks together", "", columns(rows)]
         for what in ("seconds", "cpu_seconds"):
             middle = {
                 way: statistics.median(s[what] for s in mine if s["way"] == way and s["number"])

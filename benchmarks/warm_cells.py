@@ -45,7 +45,7 @@ from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.payloads import whole_digest
 from torch_ext_bucketing.testing.trial import hash_of
 
-from .command import add_json, document_of, parser_of, title, write_results
+from .command import add_json, document_of, parser_of, write_results
 from .warm import cache_counts, counted, environment, pair, step_of_pair
 
 LIMIT_S = 1200
@@ -195,7 +195,7 @@ def table(document: dict[str, Any]) -> str:
         said = f"yes: {row['expected']}" if row["ok"] else f"NO: not {row['expected']}"
         rows.append([row["start"], row["cell"], *counted(row), said])
     about = "hit/miss/bypass of all ranks together; graphs: the FX graph cache, AOT: AOTAutograd's"
-    return "\n".join([title(document), about, "", columns(rows)])
+    return f"{about}\n\n{columns(rows)}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Explain what bucketing does to a model, in one process with a fake process group.
+"""Explain a model's buckets and schedule, in one process with a fake process group.
 
 The model is compiled, forward and backward, and the report is that of any compile.
 """
@@ -98,7 +98,10 @@ def explain(
             if memory_gib is not None:
                 memory = PeakMemory(gib=memory_gib, host_gib=host_gib)
             passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)
-            passes = [_with_curve(p) for p in passes]
+            passes = [
+                replace(p, curve=p.auto) if isinstance(p, ReshardAfterForward) else p
+                for p in passes
+            ]
             all_passes = [*before, *passes, *after]
             compiler = backend("aot_eager", all_passes, model, size_hints=size_hints)
         except (ValueError, TypeError) as error:
@@ -128,10 +131,6 @@ def _demo_model() -> tuple[nn.Module, torch.Tensor]:
         Transformer(config), mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )
     return model, torch.zeros(1, config.max_seq, dtype=torch.long)
-
-
-def _with_curve(p: GraphPass) -> GraphPass:
-    return replace(p, curve=p.auto) if isinstance(p, ReshardAfterForward) else p
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,1 +1,1 @@
-"""The options of commands; each imports what it does when it runs."""
+"""The commands' options. A command imports its work when it runs."""

@@ -17,7 +17,7 @@ WARMUP_STEPS = 3  # not timed: compilation, lazy initialization, first touches o
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the demo; those without a text are not options of the command.
+    """Options of the demo; a field without a text is not an option of the command.
 
     ``batch`` is in sequences per rank and step, ``seq`` in tokens (bytes). ``channels`` and
     ``chunk_bytes`` configure the ring simulator. A value out of range is a ValueError.
@@ -108,10 +108,10 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
     verdict = _inductor_verdict if inductor else _verdict
     passed, texts = verdict(settings, runs, hashes)
     differs = layout["fsdp_order"]
-    found = "every bucket's members and byte offsets equal those of eager FSDP2's param groups, on "
-    found += "every rank."
+    text = "every bucket's members and byte offsets equal those of eager FSDP2's param groups, on "
+    text += "every rank."
     if differs:
-        found = "\n  ".join(
+        text = "\n  ".join(
             [f"{len(differs)} differences from eager FSDP2's param groups:", *differs[:5]]
             + [f"and {len(differs) - 5} more"] * (len(differs) > 5)
         )
@@ -123,7 +123,7 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
         "hashes": hashes,
         "layout_differences": layout,
         "passed": passed and not (inductor and differs),
-        "findings": [f"Layout: {found}", *texts],
+        "findings": [f"Layout: {text}", *texts],
     }
 
 

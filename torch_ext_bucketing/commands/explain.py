@@ -71,23 +71,25 @@ def run(args: argparse.Namespace) -> int:
         raise TargetError(f"--machine: {error}") from error
     given = {name: getattr(args, name) for name in ("goal", "world_size", "memory_gib", "host_gib")}
     given |= {"machine": machine, "size_hints": args.size_hint}
-    found = explain(args.target, reduce=args.reduce, draw=bool(args.trace or args.plot), **given)
+    explained = explain(
+        args.target, reduce=args.reduce, draw=bool(args.trace or args.plot), **given
+    )
     reduce = f", reduce={args.reduce!r}" if args.reduce else ""
-    print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
-    print(found.report.to_text(members=not args.brief), end="")
+    print(f"recipe(model, {args.goal!r}{reduce}):", *explained.passes, sep="\n  ", end="\n\n")
+    print(explained.report.to_text(members=not args.brief), end="")
     if args.reduce:
         torch._dynamo.reset()
         rings = explain(args.target, **given)
-        print(_against_rings(found.report, rings.report, args.goal), end="")
+        print(_against_rings(explained.report, rings.report, args.goal), end="")
     if args.json is not None:
-        args.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
+        args.json.write_text(explained.report.to_json() + "\n", encoding="utf-8")
     if args.trace is not None:
-        write_trace(found.drawn, args.trace)
+        write_trace(explained.drawn, args.trace)
     if args.plot is not None:
         from ..planner.schedule.plot import plot
 
-        kept = (r for r in found.report.rewrites if isinstance(r, KeepReport))
-        plot(found.drawn, args.plot, next(kept, None))
+        kept = (r for r in explained.report.rewrites if isinstance(r, KeepReport))
+        plot(explained.drawn, args.plot, next(kept, None))
     return 0
 
 

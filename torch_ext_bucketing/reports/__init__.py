@@ -1,1 +1,1 @@
-"""Reports of a compile: data, and how it is printed."""
+"""Reports of a compile: data and text."""

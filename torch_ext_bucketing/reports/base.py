@@ -1,4 +1,4 @@
-"""The renderer of reports, as text and JSON, and the record of what was left alone."""
+"""The renderer of reports, as text and JSON, and the record of collectives left alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def size_text(nbytes: int) -> str:
 
 
 def sizes_text(*sizes: int) -> list[str]:
-    """Format sizes in the unit of the largest, with enough digits to tell them apart.
+    """Format sizes in the unit of the largest, with enough digits to tell sizes apart.
 
     Five decimals are the limit; beyond that, all are in bytes.
     """
@@ -81,7 +81,7 @@ class Record:
 
 
 class Report(Record):
-    """A report of what was done to a graph, as text and as JSON."""
+    """A report of a pass or compile, as text and as JSON."""
 
     def to_json(self) -> str:
         """Dump :meth:`as_dict` as JSON."""

@@ -37,14 +37,9 @@ class RewriteReport(Report):
 
 @dataclass(frozen=True)
 class Owners:
-    """The matrices of one mesh. One rank computes each of them.
+    """Numbers of matrices, of the mesh's ranks, of ranks that own none, and of buckets.
 
-    Args:
-        matrices: their number.
-        ranks: number of ranks of the mesh.
-        idle: ranks that own none.
-        balance: work of the busiest rank over the mean.
-        exchanges: number of buckets of matrices.
+    ``balance`` is the work of the busiest rank over the mean.
     """
 
     matrices: int
@@ -114,11 +109,9 @@ class StageReport(Report):
     """The actions of a pipeline stage in one step on one rank, and its memory.
 
     Args:
-        gathers: number of times that it gathers its parameters.
-        reductions: number of times that it reduces its gradients.
+        gathers: number of times that it gathers its parameters; so is ``reductions``.
         under_way: most microbatches between forward and backward, of ``saved_bytes`` each.
-        gathered_bytes: its unsharded parameters.
-        gradient_bytes: their gradients, summed over microbatches.
+        gathered_bytes: its unsharded parameters; so is ``gradient_bytes``, over microbatches.
         peak_bytes: the peak of all these and of the running graph, without shards and optimizer
             state; ``rank_peak_bytes`` for all stages of the rank.
     """
@@ -159,13 +152,9 @@ class PassTime:
 class CompileReport(Report):
     """The report of one compile, each list in the order of the passes.
 
-    The backward graph is added once it is compiled.
-
-    Args:
-        warnings: texts of the warnings.
-        disabled: passes that ``TORCH_EXT_BUCKETING_DISABLE`` switched off.
-        rewrites: changes of the joint graph.
-        estimates: times of the graphs as they were compiled, if a pass added them.
+    The backward graph is added once it is compiled. ``disabled`` are the passes that
+    ``TORCH_EXT_BUCKETING_DISABLE`` switched off, ``rewrites`` changes of the joint graph, and
+    ``estimates`` times of the compiled graphs, if a pass added them.
     """
 
     derived = ("collectives_before", "collectives_after")
@@ -188,12 +177,7 @@ class CompileReport(Report):
         return whole
 
     def since(self, graphs: int, schedules: int, estimates: int = 0) -> CompileReport:
-        """Copy what a cache stores with a graph.
-
-        Args:
-            graphs: number of earlier graphs, which are left out; ``schedules`` and ``estimates``
-                likewise.
-        """
+        """Copy the part that a cache stores with a graph, without numbers of earlier records."""
         return CompileReport(
             self.graphs[graphs:],
             list(self.warnings),

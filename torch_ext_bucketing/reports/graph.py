@@ -43,9 +43,7 @@ class BucketReport(Record):
     """Collectives that were merged into one.
 
     Args:
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
         unit: index of the unit in the order or plan; None for a bucket by size.
-        group: name of the process group.
         reduce_op: ``"avg"``, ``"sum"``, ...; None for a gather.
         node: name of the bucket's start.
         members: in payload order.
@@ -98,11 +96,8 @@ class Unmerged(LeftAlone):
 class NotMerged:
     """The collectives of one graph that are in no bucket, each in graph order.
 
-    Args:
-        uncovered: parameters that are in no unit.
-        ineligible: collectives that can't be in a bucket.
-        splits: collectives that got a further bucket to avoid a cycle, in words.
-        unmerged: eligible collectives.
+    ``uncovered`` are parameters in no unit, ``ineligible`` collectives that can't be in a bucket,
+    ``splits`` those that got a further bucket to avoid a cycle, in words.
     """
 
     uncovered: tuple[str, ...] = ()
@@ -111,7 +106,7 @@ class NotMerged:
     unmerged: tuple[Unmerged, ...] = ()
 
     def not_merged(self) -> dict[str, Any]:
-        """Return these fields, to pass them on."""
+        """Return the fields of this class, for another record."""
         return {f.name: getattr(self, f.name) for f in fields(NotMerged)}
 
 
@@ -123,12 +118,10 @@ _log = logging.getLogger("torch_ext_bucketing")
 
 @dataclass(frozen=True)
 class GraphReport(NotMerged, Report):
-    """The buckets of one graph, and what is in none.
+    """The buckets of one graph, and the collectives in none.
 
     Args:
         stage: ``"forward"``, ``"backward"`` or ``"inference"``.
-        collectives_before: number of collectives per kind.
-        buckets: in graph order.
         kinds: kinds that the pass buckets.
         from_cache: whether the compiled graph, with this report, was loaded from a cache.
     """
@@ -141,7 +134,7 @@ class GraphReport(NotMerged, Report):
     from_cache: bool = False
 
     def lines(self, members: bool = True) -> Iterator[str]:
-        """Yield a table of the buckets, and what is in none."""
+        """Yield a table of the buckets, and the collectives in none."""
         yield self.summary()
         if self.buckets:
             head, *rows = table(_BUCKET, self.buckets, right=(2, 3, 4, 5))
@@ -169,7 +162,7 @@ class GraphReport(NotMerged, Report):
             yield from ("", *self.splits)
 
     def summary(self) -> str:
-        """Format one line: collectives per kind before and after, and what closed the buckets."""
+        """Format one line: collectives per kind before and after, and why buckets closed."""
         closed: Counter[str] = Counter(b.closed_by for b in self.buckets)
         stage = f"{self.stage}, from cache" if self.from_cache else self.stage
         parts = [f"{stage}: {change(self.collectives_before, self.collectives_after)}"]

@@ -1,4 +1,4 @@
-"""The report on what stays gathered from forward to backward: bytes and times."""
+"""The report on units and activations that stay from forward to backward."""
 
 from __future__ import annotations
 
@@ -34,13 +34,9 @@ class KeptUnit:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of the activations of a block that backward reads, by where it finds them.
+    """Bytes of a block's activations that backward reads: saved, parked, or computed again.
 
-    Args:
-        name: the unit's whose parameters the block reads.
-        on_device: saved in the device's memory.
-        on_host: parked in host memory.
-        again: computed again.
+    The block has the name of the unit whose parameters it reads.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The cost model's reports: a graph as it was compiled, the search for byte caps, scheduling."""
+"""The cost model's reports: a compiled graph, the search for byte caps, scheduling."""
 
 from __future__ import annotations
 

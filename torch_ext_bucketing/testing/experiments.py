@@ -36,24 +36,24 @@ from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
 from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
 
+_SAME_INPUTS = (
+    "all ranks have the same inputs, which hides the order of additions: pass a callable of step "
+    "and rank as inputs"
+)
+
 
 def compare_on_rank(rank: Rank, options: Options) -> Comparison:
     """Compare on the ranks of the default group; every rank calls this."""
     trial, steps = Trial(rank, options), options.steps
     inputs = trial.from_all(hash_of(trial.batch(0)))
-    notes: dict[str, None] = {}
-    if len(set(inputs)) < rank.world_size:
-        notes[
-            "all ranks have the same inputs, which hides the order of additions: pass a callable "
-            "of step and rank as inputs"
-        ] = None
+    notes = dict.fromkeys([_SAME_INPUTS] if len(set(inputs)) < rank.world_size else [])
     trial.say(f"eager FSDP2: {steps} steps")
     model = trial.wrapped()
     eager, eager_gradients = trial.train(model, model, steps)
     trial.say(f"compiled with {options.backend}")
     model, compiler, run = trial.ours()
     ours, gradients = trial.train(model, run, steps, stop_unlike=eager.digests)
-    notes |= {text: None for report in compiler.reports for text in report.warnings}
+    notes |= dict.fromkeys(text for report in compiler.reports for text in report.warnings)
     last = len(ours.digests) - 1
     if not trial.differing({"": ours.digests[last]}, {"": eager.digests[last]}):
         return Comparison(True, steps, notes=tuple(notes))
@@ -104,25 +104,25 @@ class _Search:
         size = trial.rank.world_size
         mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))
         self.mesh_of_one: DeviceMesh = mesh["one"]
-        found: list[Cause] = []
+        causes: list[Cause] = []
         if trial.rank.rank == 0:
             self.order = self._backward_order()
             for name, on_one in _ON_ONE_RANK.items():
                 try:
-                    found += on_one(self)
+                    causes += on_one(self)
                 except Exception as error:
                     self.failed.append(f"looking for {name} failed: {error}")
-        self.order, found, self.failed = trial.from_rank_0((self.order, found, self.failed))
+        self.order, causes, self.failed = trial.from_rank_0((self.order, causes, self.failed))
         if trial.options.backend == "inductor":
             trial.say("all ranks: aot_eager")
             names = self.take(trial.passes)
-            if names and "Inductor" not in [cause.name for cause in found]:
-                found.append(_cause("Inductor", names))
+            if names and "Inductor" not in [cause.name for cause in causes]:
+                causes.append(_cause("Inductor", names))
         for on_all in _ON_ALL_RANKS:
-            found += on_all(self)
-        yield from found
+            causes += on_all(self)
+        yield from causes
         left = self.ordered(trial.differing(self.eager, self.ours))
-        if left and len(found) == self.mended:
+        if left and len(causes) == self.mended:
             yield _cause("unknown", left)
 
     def _backward_order(self) -> list[str]:
@@ -224,15 +224,15 @@ def _first_module(search: _Search, ways: tuple[str, str]) -> str:
     search.trial.backward(model, search.step)
     for handle in handles:
         handle.remove()
-    found, inside = "", list(calls)
+    module, inside = "", list(calls)
     while inside:
         outermost = [c for c in inside if not any(c.startswith(f"{other}.") for other in inside)]
         differs = (c for c in outermost if len({_alone(c, *calls[c], way) for way in ways}) > 1)
-        found, before = next(differs, ""), found
-        if not found:
+        module, before = next(differs, ""), module
+        if not module:
             return before
-        inside = [c for c in inside if c.startswith(f"{found}.")]
-    return found
+        inside = [c for c in inside if c.startswith(f"{module}.")]
+    return module
 
 
 def _detached(tree: Any) -> Any:
@@ -243,7 +243,7 @@ def _detached(tree: Any) -> Any:
 
 
 def _alone(name: str, module: nn.Module, arguments: Any, way: str) -> str:
-    """Hash a module's outputs and gradients; empty if it can't be called by itself."""
+    """Hash a module's outputs and gradients; empty if the module can't be called by itself."""
     torch.compiler.reset()
     args, keywords = given = _detached(arguments)
     module.zero_grad()
@@ -274,7 +274,7 @@ def _no_collective(search: _Search) -> Iterator[Cause]:
 def _rewritten(
     name: str, rewrite: type[GraphPass], kind: type[RewriteReport], search: _Search
 ) -> Iterator[Cause]:
-    """Check whether a rewrite is missing, or skipped collectives that it is meant for."""
+    """Check whether a rewrite is missing, or skipped some of its collectives."""
     if kind is ScatterReport and search.trial.options.replicas == 1:
         return
     passes = search.passes

@@ -94,34 +94,34 @@ def bucket_payloads(buckets: Iterable[BucketReport]) -> list[Payload]:
 
 
 def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list[str]:
-    """Describe the payloads in ``run`` that eager FSDP2 does not have, and those missing in it.
+    """Describe payloads that only ``run``, or only eager FSDP2 has.
 
     Payloads must be equal byte by byte. One with a single member may be missing: it needs no
     bucket.
     """
     known = {p.key: p for p in eager}
-    found = []
+    texts = []
     for payload in run:
         names = ", ".join(m.fqn for m in payload.members[:3])
         names += ", ..." if len(payload.members) > 3 else ""
         if payload.key not in known:
-            found.append(f"{payload.kind} of {names}: no unit of eager FSDP2 has these members")
+            texts.append(f"{payload.kind} of {names}: no unit of eager FSDP2 has these members")
             continue
         pairs = zip(payload.members, known[payload.key].members, strict=True)
         if differs := next(((mine, eagers) for mine, eagers in pairs if mine != eagers), None):
             mine, eagers = differs
-            found.append(
+            texts.append(
                 f"{payload.kind} of {names}: byte {mine.offset} is {mine.fqn} ({mine.nbytes} "
                 f"bytes), eager has {eagers.fqn} at byte {eagers.offset} ({eagers.nbytes} bytes)"
             )
     missing = known.keys() - {payload.key for payload in run}
     for kind, members in ((p.kind, p.members) for p in eager if p.key in missing):
         if len(members) > 1:
-            found.append(
+            texts.append(
                 f"{kind} of {members[0].fqn}, ...: eager FSDP2 has this payload, the compiled "
                 "graphs do not"
             )
-    return found
+    return texts
 
 
 def whole_digest(shards: Sequence[str]) -> str:

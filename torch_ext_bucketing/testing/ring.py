@@ -1,15 +1,4 @@
-"""Work around two faults of gloo's process group that abort a rank (torch 2.13, 2.15).
-
-*A race.* Both threads of a ``ProcessGroupGloo`` write the name of a finished operation to one
-``std::string`` without a lock (``lastCompletedWorkName`` in ``ProcessGroupGloo.cpp``). Two that end
-at once free it twice, in one of three runs of two ranks for 15 seconds. So :func:`make_gloo` makes
-groups with one thread, which runs operations in call order, like a GPU's communication stream.
-
-*Exit.* The thread frees an operation's tensors after ``wait`` returned, and needs the interpreter's
-lock if Python has seen them. In a process that exits, that calls ``terminate``, in about one of 200
-processes that end right after a collective. So Python's exit waits for the last operation.
-
-Provide a process group over gloo that adds in the order of NCCL's rings.
+"""Provide a process group over gloo that adds in the order of NCCL's rings.
 
 It tests, on CPU ranks, code that depends on the bits of reductions over several nodes::
 
@@ -21,6 +10,16 @@ It tests, on CPU ranks, code that depends on the bits of reductions over several
 
 All forms of ``reduce_scatter`` and ``all_reduce`` are simulated: gloo moves the bytes, and each
 rank adds in the order of :mod:`.sums`. Other reductions raise; everything else is gloo's.
+
+Two faults of gloo's process group abort a rank (torch 2.13, 2.15), and are worked around here:
+
+- Both threads of a ``ProcessGroupGloo`` write the name of a finished operation to one
+  ``std::string`` without a lock (``lastCompletedWorkName`` in ``ProcessGroupGloo.cpp``). Two that
+  end at once free it twice, in one of three runs of two ranks for 15 seconds. :func:`make_gloo`
+  makes groups with one thread, which runs operations in call order, as a GPU's stream does.
+- The thread frees an operation's tensors after ``wait`` returned, and needs the interpreter's lock
+  if Python has seen them. In a process that exits, that calls ``terminate``, in about one of 200
+  processes that end right after a collective. Python's exit waits for the last operation.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from torch.futures import Future
 from .ranks import Rank, run_ranks
 from .sums import RingTopology, make_reduction, ring_sums
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Seconds that exit waits for gloo's thread, which takes microseconds unless a peer is gone.
 _EXIT_S = 1.0
@@ -75,7 +74,7 @@ class InFlight:
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         _all_in_flight.add(self)
 
-    def run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Start ``call``, a gloo operation on the tensors among its arguments."""
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = (x for x in leaves if isinstance(x, Tensor))
@@ -105,10 +104,7 @@ def _wait_for_threads() -> None:
             time.sleep(1e-4)  # releases the interpreter's lock
 
 
-T = TypeVar("T")
-
 _BACKEND = "ring"
-
 _topology: RingTopology | None = None  # the last one passed to register_ring_backend()
 
 

@@ -24,10 +24,7 @@ class TargetError(Exception):
 def add_command(
     subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], **texts: str
 ) -> argparse.ArgumentParser:
-    """Add a command; parsed arguments carry ``run``, and the command's parser as ``parser``.
-
-    ``texts`` are its ``help``, ``description`` and ``epilog``.
-    """
+    """Add a command, with ``texts`` of ``add_parser``; arguments get ``run`` and ``parser``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
@@ -38,10 +35,7 @@ def add_command(
 def option(
     default: Any, text: str, metavar: str | None = "N", choices: Sequence[str] | None = None
 ) -> Any:
-    """Define a dataclass field that is also a command's option.
-
-    A default of None is shown as "the parameters'".
-    """
+    """Define a dataclass field that is also a command's option."""
     about = {"help": text, "choices": choices, "metavar": None if choices else metavar}
     return field(default=default, metadata=about)
 
@@ -111,22 +105,22 @@ def load_target(target: str) -> Any:
         raise TargetError(
             f"importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error
-    found: Any = module
+    function: Any = module
     for part in function_name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        function = getattr(function, part, None)
+    if not callable(function):
         from ..fqns import nearest_names
 
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        what = "has no" if found is None else "has no function"
+        what = "has no" if function is None else "has no function"
         raise TargetError(
             f"module {module_name} {what} {function_name}" + nearest_names(function_name, known)
         )
-    return found
+    return function
 
 
 def build(make: Callable[[], Any], name: str, *, loss: bool = False) -> tuple[Any, ...]:
-    """Call ``make`` and check that it returns a model and inputs, and optionally a ``loss``.
+    """Call ``make``, which must return a model and inputs, and optionally a ``loss``.
 
     Raises:
         TargetError: it raises, or returns something else. The message has its ``name``.
@@ -154,14 +148,14 @@ def call(run: Callable[..., Any], inputs: Any) -> Any:
 
 
 def output_file(text: str) -> Path:
-    """Convert an option that names a file to write, and fail before the work if it can't be."""
-    path, wrong = Path(text), ""
+    """Convert an option that names a file to write, and check that the file can be written."""
+    path = Path(text)
     if path.is_dir():
-        wrong = f"{path} is a folder; name a file"
-    elif not path.parent.is_dir():
-        wrong = f"the folder {path.parent} does not exist; create it first"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        wrong = f"no permission to write {path}"
-    if wrong:
-        raise argparse.ArgumentTypeError(wrong)
+        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"the folder {path.parent} does not exist; create it first"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"no permission to write {path}")
     return path

@@ -95,8 +95,8 @@ class Trial:
 
     def differing(self, one: Hashes, other: Hashes) -> tuple[str, ...]:
         """Return the names whose hashes differ on some rank."""
-        found = self.from_all(unlike(one, other))
-        return tuple(dict.fromkeys(name for names in found for name in names))
+        by_rank = self.from_all(unlike(one, other))
+        return tuple(dict.fromkeys(name for names in by_rank for name in names))
 
     def copy(self) -> nn.Module:
         """Copy the model with the weights in ``state``."""
@@ -202,13 +202,13 @@ def wrap(model: nn.Module, units: Iterable[Sequence[str]], mesh: DeviceMesh, **m
 
 def gradients_of(model: nn.Module) -> Hashes:
     """Hash this rank's gradients."""
-    found: Hashes = {}
+    hashes: Hashes = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             grad = parameter.grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad
-            found[canonical_fqn(name)] = "" if local is None else hash_of([local])
-    return found
+            hashes[canonical_fqn(name)] = "" if local is None else hash_of([local])
+    return hashes
 
 
 def unlike(one: Hashes, other: Hashes) -> list[str]:

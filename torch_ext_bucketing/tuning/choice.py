@@ -178,7 +178,7 @@ def combine(
 
 
 def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
-    """Return the fastest candidate that fits; if none does, the one that needs least memory.
+    """Return the fastest candidate that fits, else the candidate that needs least memory.
 
     Of equal ones the first.
     """
@@ -237,8 +237,8 @@ def fit_factors(measured: Sequence[Measured]) -> dict[str, float]:
     factors = dict.fromkeys([KERNEL, *busy], common)
 
     def error(factors: Mapping[str, float]) -> float:
-        found = sum(math.log(corrected_ms(es, factors) / ms) ** 2 for es, ms in measured)
-        return found + _PULL * sum(math.log(f / common) ** 2 for f in factors.values())
+        errors = sum(math.log(corrected_ms(es, factors) / ms) ** 2 for es, ms in measured)
+        return errors + _PULL * sum(math.log(f / common) ** 2 for f in factors.values())
 
     def moved(sizes: Sequence[float]) -> dict[str, float]:
         """Return the best of ``factors`` times each combination of ``sizes``."""
@@ -293,7 +293,7 @@ def key_of(
 
 
 def load(key: str) -> TuneReport | None:
-    """Read a record; None if there is none, or it can't be read."""
+    """Read a record; None without a readable one."""
     try:
         text = Path(cache_dir(), _name(key)).read_text(encoding="utf-8")
         report = TuneReport.from_dict(json.loads(text))
@@ -305,7 +305,7 @@ def load(key: str) -> TuneReport | None:
 
 
 def save(key: str, report: TuneReport) -> None:
-    """Write a record, also to what ``torch.compiler.save_cache_artifacts`` returns."""
+    """Write a record, also to the artifacts of ``torch.compiler.save_cache_artifacts``."""
     keep_json(_name(key), report.as_dict())
 
 

@@ -93,7 +93,7 @@ class Meeting:
         raise self._error(outcome)
 
     def failed(self, error: Exception, where: str) -> TuningError:
-        """Return what to raise for an error on the way to the next point; stop the other ranks."""
+        """Return the error to raise for one on the way to the next point; stop the other ranks."""
         if self._stopped is not None:  # and the error came of that, such as from Dynamo
             return self._stopped
         text = f"rank {self.rank} failed {where}: {type(error).__name__}: {error}"
@@ -116,7 +116,7 @@ class Meeting:
         return self._error(reason)
 
     def _decide(self, outcome: str) -> str:
-        """Write the outcome of the present point unless there is one; return what holds."""
+        """Write the outcome of the present point unless there is one; return the outcome."""
         return self._store.compare_set(f"{self._point}/outcome", "", outcome).decode()
 
     def _has_outcome(self) -> bool:

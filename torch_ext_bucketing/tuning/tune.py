@@ -232,19 +232,19 @@ class Tuner:
         estimates = {name: self._estimates(name) for name in self.candidates}
         mine = json.dumps([figures, {n: [e.as_dict() for e in es] for n, es in estimates.items()}])
         ranks = [json.loads(text) for text in self._meeting.meet("the choice", mine)]
-        found = combine([theirs for theirs, _ in ranks], self._bound, self._running)
-        if any(c.step_ms == math.inf for c in found):
+        reports = combine([theirs for theirs, _ in ranks], self._bound, self._running)
+        if any(c.step_ms == math.inf for c in reports):
             return  # ranks still compile: another round
-        best = best_of(found)
-        close = [c.name for c in found if c.fits and c.relative <= _CLOSE * best.relative]
+        best = best_of(reports)
+        close = [c.name for c in reports if c.fits and c.relative <= _CLOSE * best.relative]
         if best.fits and len(close) > 1 and self._rounds == 1 + self._steps:
             self._running, self._rounds = close, self._round + self._steps
             return
         # Rank 0's estimates on all ranks: they plan with the factors, and have to plan alike.
         first = {n: [EstimateReport(**e) for e in es] for n, es in ranks[0][1].items()}
-        found, factors = correct(found, first)
+        reports, factors = correct(reports, first)
         steps, size, bits = len(figures[best.name]), self._meeting.size, self._bits_depend()
-        report = TuneReport(best.name, tuple(found), steps, size, self._bound, bits, factors)
+        report = TuneReport(best.name, tuple(reports), steps, size, self._bound, bits, factors)
         self._keep(report)
         if self._key:
             choice.save(self._key, report)
@@ -259,11 +259,11 @@ class Tuner:
     def _look_up(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Take the choice of an earlier run, if all ranks have the same."""
         self._key = choice.key_of(gm, inputs, self.candidates, self._bound, self._meter.device)
-        found = choice.load(self._key) if self._key else None
-        mine = "" if found is None or found.chosen not in self.candidates else found.chosen
+        earlier = choice.load(self._key) if self._key else None
+        mine = "" if earlier is None or earlier.chosen not in self.candidates else earlier.chosen
         names = set(self._meeting.meet("the look-up of an earlier choice", mine))
-        if found is not None and names == {mine} and mine:
-            self._keep(replace(found, from_cache=True))
+        if earlier is not None and names == {mine} and mine:
+            self._keep(replace(earlier, from_cache=True))
 
     def _keep(self, report: TuneReport) -> None:
         self.report, self.chosen, self._current = report, report.chosen, report.chosen
@@ -276,8 +276,8 @@ class Tuner:
         candidate = self.candidates[name]
         if not isinstance(candidate, BucketingBackend):
             return []
-        found = CompileReport.joined(candidate.reports).estimates
-        return [e for e in found if e.stage in ("forward", "backward")]
+        estimates = CompileReport.joined(candidate.reports).estimates
+        return [e for e in estimates if e.stage in ("forward", "backward")]
 
     def _bits_depend(self) -> bool:
         """Return whether candidates may give different bits."""
@@ -304,7 +304,7 @@ class Meter:
         return time.perf_counter() * 1e3
 
     def restart_peak(self) -> None:
-        """Begin a new peak at what is held now."""
+        """Begin a new peak at the bytes held now."""
         if self._has_allocator:
             torch.accelerator.reset_peak_memory_stats(self.device)
             return
