@@ -95,8 +95,7 @@ def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Group]:
 class Trained:
     """A parameter with a gradient; ``place`` is that among all trained parameters of the model.
 
-    Without a group, in an optimizer with a rule, its gradient stays an output. ``optimizer`` is its
-    optimizer, with a rule or without.
+    ``optimizer`` may have no rule; then there is no ``group``, and the gradient stays an output.
     """
 
     fqn: str
