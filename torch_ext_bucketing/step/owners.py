@@ -68,6 +68,7 @@ def choose_owners(
         owners[i] = owner
         loads[owner] += costs[i]
         heappush(least, (loads[owner], owner))
+    # From home on, one matrix at a time moves from the busiest rank to the one with the least load.
     while homes:
         busiest = max(range(len(loads)), key=loads.__getitem__)
         free = min(range(len(loads)), key=loads.__getitem__)
@@ -128,6 +129,7 @@ def choose_buckets(
             stacks_of.setdefault(owners[i], set()).add(stacks[i])
         return all(n <= cap or len(stacks_of[owner]) == 1 for owner, n in nbytes_of.items())
 
+    # A bucket is the same slice of every owner's work; more slices until each fits.
     span = max(load.values(), default=0) or 1
     count = max(1, min(most, max(received.values(), default=0) // least))
     while count <= 4 * len(together):
@@ -267,6 +269,7 @@ class Routes:
         return itertools.product(*((c,) for c in m.owner[:dims]), *places)
 
     def _hop(self, d: int, dims: int, goes: Callable[[Piece, int, int, int], bool]) -> Hop:
+        # Totals of all ranks, not of this one: the cost model's times must be alike on every rank.
         back, moves = dims > d, False
         sending, receiving = Counter[Coordinate](), Counter[Coordinate]()
         for i, m in enumerate(self.matrices):

@@ -298,6 +298,7 @@ class _Appending:
         self.inputs: list[fx.Node] = []
         self.made: list[fx.Node] = []
         self.given = {n.name: n for n in graph.find_nodes(op="placeholder")}
+        # New inputs stand after the others: AOTAutograd counts on the places of its own.
         self.last = list(self.given.values())[-1]
         self.mode = trained[0][0].meta["val"].fake_mode
 

@@ -295,7 +295,7 @@ class RingProcessGroup(dist.ProcessGroup):
         return f"{op} on ring group {self.group_name!r} (ranks {list(self.group_ranks)})"
 
 
-_GLOO_OPS = (
+_GLOO_OPS = [
     "_allgather_base",
     "all_gather_single",
     "all_gather_single_coalesced",
@@ -314,7 +314,7 @@ _GLOO_OPS = (
     "recv_anysource",
     "scatter",
     "send",
-)
+]
 """Operations that go to gloo unchanged, through a plain group of the same ranks.
 
 The base class would run them with the interpreter's lock held (``WORK_OVERRIDE`` in
