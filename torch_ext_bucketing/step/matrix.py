@@ -242,7 +242,8 @@ def append_matrices(
         )
     alike: dict[Any, list[Update]] = {}
     for u in updates:
-        options = repr([u.group[name] for name in MUON_OPTIONS])
+        given = [u.group[name] for name in MUON_OPTIONS]
+        options = tuple(tuple(v) if isinstance(v, list) else v for v in given)
         alike.setdefault((mesh_of(u.parameter), options), []).append(u)
     # The costliest first, as among matrices: the others even out what these leave.
     groups = sorted(map(_Alike, alike.values()), key=lambda g: -max(g.costs))
