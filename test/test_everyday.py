@@ -18,8 +18,8 @@ from eager_parity.rows import ROWS
 from torch_ext_bucketing._torch import inductor
 from torch_ext_bucketing.errors import DividedUnitWarning, NotBucketedWarning
 from torch_ext_bucketing.fsdp import shard as simple_fsdp
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.shard import data_parallel
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
 from torch_ext_bucketing.passes.combine_uses import CombineUses

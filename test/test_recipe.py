@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import GuessedNamesWarning
-from torch_ext_bucketing.fsdp.blocks import manual_plan
+from torch_ext_bucketing.fsdp.plans import manual_plan
 from torch_ext_bucketing.fsdp.units import abbreviated
 from torch_ext_bucketing.planner.step_memory import check_bound
 from torch_ext_bucketing.reports.keep import KeepReport

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from . import fsdp as fsdp
     from . import hooks as hooks
     from . import testing as testing
-    from .fsdp.blocks import transformer_block_plan as transformer_block_plan
-    from .fsdp.order import FSDPParamOrder as FSDPParamOrder
+    from .fsdp.plans import transformer_block_plan as transformer_block_plan
     from .fsdp.shard import data_parallel as data_parallel
+    from .fsdp.units import FSDPParamOrder as FSDPParamOrder
     from .passes.backends import backend as backend
     from .passes.base import GraphPass as GraphPass
     from .passes.bucketing import BucketByCap as BucketByCap
@@ -57,7 +57,7 @@ _HOME = {
     "BucketAndSchedule": "planner.scheduling",
     "BucketByCap": "passes.bucketing",
     "BucketByUnit": "passes.bucketing",
-    "FSDPParamOrder": "fsdp.order",
+    "FSDPParamOrder": "fsdp.units",
     "FixedOrderReduce": "passes.bucketing",
     "GraphPass": "passes.base",
     "Machine": "planner.cost.machine",
@@ -72,7 +72,7 @@ _HOME = {
     "data_parallel": "fsdp.shard",
     "recipe": "recipes",
     "train_step": "step.train_step",
-    "transformer_block_plan": "fsdp.blocks",
+    "transformer_block_plan": "fsdp.plans",
     "tune": "tuning.tune",
 }
 __all__ = sorted(_HOME)

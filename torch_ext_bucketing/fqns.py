@@ -40,12 +40,9 @@ def canonical_fqn(fqn: str) -> str:
 
 
 def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Map canonical FQNs to modules, in registration order, the root as ``""``.
-
-    A module with several names has several entries.
-    """
-    # A wrapper and the module inside it share a name. It maps to the wrapper, which is what users
-    # pass to ``fully_shard``.
+    """Map all canonical FQNs of modules to them, in registration order, the root as ``""``."""
+    # A wrapper and the module inside share a name. The wrapper is the one that users pass to
+    # ``fully_shard``.
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(canonical_fqn(name), module)
@@ -68,6 +65,28 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [m for m in given if m not in inside]
 
 
+def modules_of_call(
+    modules: Iterable[nn.Module], wrapped: Collection[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules of one ``fully_shard`` call, and all that the call manages, in its order.
+
+    Args:
+        modules: given to the call, which drops those inside others (``_get_root_modules``).
+        wrapped: the modules of earlier calls, where the call stops.
+    """
+    seen = set(wrapped)
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                yield from visit(child)
+        yield module
+
+    roots = outermost(modules)
+    return roots, [module for root in roots for module in visit(root)]
+
+
 def has_parameters(module: nn.Module) -> bool:
     """Return whether a module or one below it has a parameter of its own."""
     # Called for every module, and ``module.parameters()`` would walk the whole subtree by name.
@@ -77,10 +96,9 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Map each parameter to its canonical FQNs, several for a shared (tied) one.
+    """Map each parameter to its canonical FQNs, first the one of ``model.named_parameters()``.
 
-    The first FQN is its name in ``model.named_parameters()``, which FSDP2 uses, too
-    (``FSDPState._init_fqns``).
+    FSDP2 uses that one, too (``FSDPState._init_fqns``).
     """
     names: dict[nn.Parameter, dict[str, None]] = {}
     for fqn, parameter, _ in parameters_by_name(model):

@@ -14,10 +14,10 @@ from ._torch.dynamo import names_are_relative_to
 from ._torch.fsdp2 import ParamGroup, is_distributed, is_wrapped, placed
 from .errors import NotBucketedWarning
 from .fqns import format_names
-from .fsdp.blocks import transformer_block_plan
-from .fsdp.order import FSDPParamOrder, follow, ignored_parameters, param_groups, units_of
+from .fsdp.plans import transformer_block_plan
 from .fsdp.shard import ignored_extensions
-from .fsdp.units import UnitSpec
+from .fsdp.units import FSDPParamOrder, Units
+from .fsdp.wrapping import follow, param_groups, units_of
 from .graph.nodes import KINDS, Kind
 from .passes.base import GraphPass
 from .passes.bucketing import BucketByUnit, FixedOrderReduce
@@ -36,7 +36,7 @@ def recipe(
     model: nn.Module,
     goal: Goal = "parity",
     *,
-    units: UnitSpec | Sequence[str | Sequence[str]] | None = None,
+    units: Units | Sequence[str | Sequence[str]] | None = None,
     reference: nn.Module | None = None,
     machine: Machine | None = None,
     reduce: Literal["all_to_all"] | None = None,
@@ -139,7 +139,7 @@ def recipe(
 
 def _warn_of_others(model: nn.Module) -> None:
     """Warn of trained parameters that the sharding leaves out, wholly or by their extensions."""
-    ignored = ignored_parameters(model)
+    ignored = {param for unit in units_of(model) for param in unit.ignored}
     trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad and p not in ignored)
     plain = [name for name, p in trained if not is_distributed(p)]
     if plain:
@@ -186,7 +186,7 @@ def _kinds(model: nn.Module) -> tuple[Kind, ...]:
 
 def _order(
     model: nn.Module,
-    units: UnitSpec | Sequence[str | Sequence[str]] | None,
+    units: Units | Sequence[str | Sequence[str]] | None,
     reference: nn.Module | None,
 ) -> tuple[FSDPParamOrder, list[GraphPass], list[tuple[str, ...]]]:
     """Return the order, the passes that reshard as the units say, and the units' modules."""

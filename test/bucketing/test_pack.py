@@ -23,8 +23,8 @@ from torch_features import CONFIG
 
 from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.shard import data_parallel
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.graph.nodes import bucket_key, kind_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit

@@ -29,9 +29,8 @@ from unit_models import (
     wrapped,
 )
 
-from torch_ext_bucketing.fsdp.blocks import manual_plan, transformer_block_plan
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.units import UnitSpec
+from torch_ext_bucketing.fsdp.plans import manual_plan, transformer_block_plan
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder, Units
 
 
 @pytest.fixture(autouse=True)
@@ -309,14 +308,14 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"units": ()}, "the list of units is empty"),
-            ({"units": ((),)}, "unit 0 is empty"),
-            ({"units": (("a",), ("b", "a"))}, "'a' is in two units, 0 and 1"),
+            ({"given": ()}, "the list of units is empty"),
+            ({"given": ((),)}, "unit 0 is empty"),
+            ({"given": (("a",), ("b", "a"))}, "'a' is in two units, 0 and 1"),
         ],
     )
     def test_constructor_errors(self, kwargs, message):
         with pytest.raises(ValueError, match=message):
-            UnitSpec(**kwargs)
+            Units.of_modules(**kwargs)
 
     def test_value(self):
         plan = transformer_block_plan(llama())

@@ -17,7 +17,7 @@ from torch_ext_bucketing._torch import fsdp2
 from torch_ext_bucketing.errors import NotBucketedWarning
 from torch_ext_bucketing.fsdp import FSDPModule, fully_shard
 from torch_ext_bucketing.fsdp import shard as simple
-from torch_ext_bucketing.fsdp.order import param_groups
+from torch_ext_bucketing.fsdp.wrapping import param_groups
 from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = pytest.mark.torch

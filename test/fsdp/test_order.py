@@ -28,8 +28,8 @@ from unit_models import (
 from torch_ext_bucketing._torch import fsdp2 as _fsdp2
 from torch_ext_bucketing.errors import PayloadOrderWarning
 from torch_ext_bucketing.fqns import canonical_fqn, canonical_modules, parameter_names
-from torch_ext_bucketing.fsdp import order as order_module
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp import units as order_module
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.graph import tags
 from torch_ext_bucketing.passes.tagging import TagParameters
 

@@ -18,9 +18,9 @@ from sharded_models import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes.backends import backend

@@ -20,8 +20,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.shard import data_parallel
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.graph.nodes import KINDS
 from torch_ext_bucketing.planner.cost.machine import H100
 

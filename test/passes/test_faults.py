@@ -31,7 +31,7 @@ from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
-from torch_ext_bucketing.fsdp.units import Units, UnitSpec
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder, Units
 from torch_ext_bucketing.graph.edits import Snapshot, unchanged_on_error
 from torch_ext_bucketing.graph.nodes import KINDS, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
@@ -725,7 +725,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             r"lacks module 'layers\.3'",
             lambda: teb.fsdp.manual_plan(["layers.[0-99999999999999]"], Blocks()),
         ),
-        ("no module is named 'head'", lambda: UnitSpec((("head",),)).uncovered(Blocks())),
+        ("no module is named 'head'", lambda: FSDPParamOrder.from_model(Blocks(), ["head"])),
         ("'b' is in two units, 0 and 1", lambda: teb.BucketByUnit([["a", "b"], ["b"]])),
         ("needs a bound: memory=PeakMemory", lambda: teb.ReshardAfterForward("auto")),
         (

@@ -31,9 +31,8 @@ from torch_ext_bucketing.errors import (
     PayloadOrderWarning,
     UncoveredParametersWarning,
 )
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.shard import data_parallel
-from torch_ext_bucketing.fsdp.units import Units
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder, Units
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import KINDS, kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of

@@ -7,8 +7,8 @@ from blocks_on_ranks import assert_equal, gradients, mesh, model, shard, tokens
 from sharded_models import TwoBlocks, eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.shard import data_parallel
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
 from torch_ext_bucketing.passes.separate_groups import SeparateGroups

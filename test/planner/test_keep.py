@@ -39,7 +39,7 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.held import HeldUnits
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
-from torch_ext_bucketing.planner.keep.keepables import block_units, unit_name
+from torch_ext_bucketing.planner.keep.keepables import unit_name
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward, _choice, _mark
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
@@ -52,7 +52,7 @@ GIB = 2**30
 UNITS = [["embedding"], ["layers.0"], ["layers.1"], ["head"]]
 NAMES = [unit_name(u) for u in UNITS]
 STAGES = ("forward", "backward")
-MODULES = block_units(f"{n}.w" for n in NAMES)
+MODULES = Units.guessed(f"{n}.w" for n in NAMES)
 NO_HOST = replace(H100, host_ms={})
 """Choices leave the host's time out; on the default machine it bounds such small models."""
 UNMERGED = ByUnit(MODULES, ())
@@ -144,7 +144,7 @@ class Chosen(teb.GraphPass):
     def run(self, graph, compilation):
         g = graph_of(graph)
         tags = (tag_of(n) for n in g.nodes)
-        units = block_units(f for t in tags if t for f in t.fqns)
+        units = Units.guessed(f for t in tags if t for f in t.fqns)
         if self.root:
             units = Units([*(u for u in units if u[0].startswith("blocks")), [""]])
         smaller = None if self.smaller is None else what_fits(parameter_chains(g), self.smaller)
@@ -582,7 +582,7 @@ def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocab
     found = []
 
     def look(graph):
-        units = block_units(f for n in graph.nodes if (t := tag_of(n)) for f in t.fqns)
+        units = Units.guessed(f for n in graph.nodes if (t := tag_of(n)) for f in t.fqns)
         found.append(KeepPlanner(PartitionedModel(graph, Costs(), units, activations=not found)))
         raise RuntimeError("planned")  # there is nothing to run
 
@@ -620,7 +620,7 @@ def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
 
 
 def test_units_by_names():
-    units = block_units(["embed.w", "layers.0.wq.w", "layers.0.norm.w", "layers.10.w", "norm.w"])
+    units = Units.guessed(["embed.w", "layers.0.wq.w", "layers.0.norm.w", "layers.10.w", "norm.w"])
     assert [unit_name(u) for u in units] == ["embed", "layers.0", "layers.10", "norm"]
     assert list(map(units.unit_of, ("layers.0.x.w", "norm.w", "other.w"))) == [1, 3, None]
     assert unit_name(["layers.3.wq.weight", "layers.3.w1"]) == "layers.3"

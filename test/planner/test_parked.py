@@ -15,6 +15,7 @@ from two_pools import TwoPools
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.nodes import FROM_HOST, TO_HOST, graph_of
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.base import PARKED
@@ -23,7 +24,6 @@ from torch_ext_bucketing.passes.park import finish as finish_copies
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
-from torch_ext_bucketing.planner.keep.keepables import block_units
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.resharding import _choice, _mark
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
@@ -56,7 +56,7 @@ class OnJoint(teb.GraphPass):
 
     def run(self, graph, compilation):
         g = graph_of(graph)
-        units = block_units(f for n in g.nodes if (t := tag_of(n)) for f in t.fqns)
+        units = Units.guessed(f for n in g.nodes if (t := tag_of(n)) for f in t.fqns)
         unmerged = ByUnit(units, ())
         self.function(PartitionedModel(g, Costs(), units, unmerged, activations=True), g)
 

@@ -48,8 +48,8 @@ from torchtitan.experiments.graph_trainer.passes import construct_default_graph_
 from benchmarks import parity, titan_train  # noqa: E402
 from torch_ext_bucketing import hooks  # noqa: E402
 from torch_ext_bucketing.errors import EagerOptimizerWarning  # noqa: E402
-from torch_ext_bucketing.fsdp.blocks import transformer_block_plan  # noqa: E402
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
+from torch_ext_bucketing.fsdp.plans import transformer_block_plan  # noqa: E402
+from torch_ext_bucketing.fsdp.units import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.nodes import KINDS, kind_of  # noqa: E402
 from torch_ext_bucketing.passes.backends import backend  # noqa: E402
 from torch_ext_bucketing.passes.bucketing import BucketByUnit  # noqa: E402

@@ -213,10 +213,13 @@ class ByUnit:
         for c in analysis.collectives.values():
             if c.kind not in self.kinds:
                 continue
-            unit, why, cause = unit_of(c.fqns, self.units)
-            if unit is None or c.why_not:
-                left.append(left_alone(c, why or c.why_not, cause))
-                uncovered.update(dict.fromkeys(f for f in c.fqns if self.units.unit_of(f) is None))
+            unit, unknown = self.units.unit_of(*c.fqns), self.units.unknown(c.fqns)
+            uncovered.update(dict.fromkeys(unknown))
+            if unit is None:
+                left.append(_without_unit(c, unknown))
+                continue
+            if c.why_not:
+                left.append(left_alone(c, c.why_not))
                 continue
             # In a trace of a whole step, backward gathers a parameter again so that its memory is
             # free in between: don't merge that gather with forward's.
@@ -227,14 +230,10 @@ class ByUnit:
         return replace(plan, uncovered=tuple(uncovered), ineligible=tuple(left))
 
 
-def unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]:
-    """Return the unit that has all of these parameters, or None with the reason and its cause."""
-    if not fqns:
-        return None, UNTAGGED, Cause.UNTAGGED
-    found = {fqn: units.unit_of(fqn) for fqn in fqns}
-    missing = [fqn for fqn, unit in found.items() if unit is None]
-    if missing:
-        return None, f"no unit has {', '.join(missing)}", Cause.OTHER
-    if len(set(found.values())) > 1:
-        return None, f"its parameters {', '.join(fqns)} are in several units", Cause.OTHER
-    return found[fqns[0]], "", Cause.OTHER
+def _without_unit(c: Collective, unknown: Sequence[str]) -> LeftAlone:
+    """Record why no unit has all parameters of a collective."""
+    if not c.fqns:
+        return left_alone(c, UNTAGGED, Cause.UNTAGGED)
+    if unknown:
+        return left_alone(c, f"no unit has {', '.join(unknown)}")
+    return left_alone(c, f"its parameters {', '.join(c.fqns)} are in several units")

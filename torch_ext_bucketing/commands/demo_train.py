@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ..fsdp.order import FSDPParamOrder
+from ..fsdp.units import FSDPParamOrder
 from ..passes.backends import BucketingBackend
 from ..passes.base import GraphPass
 from ..passes.bucketing import BucketByUnit

@@ -13,11 +13,11 @@ _HOME = {
     "AllToAllAllReduce": "all_to_all",
     "AllToAllReduceScatter": "all_to_all",
     "CPUOffloadPolicy": "wrapping",
-    "FSDPModule": "fsdp_module",
+    "FSDPModule": "wrapping",
     "MixedPrecisionPolicy": "wrapping",
     "OffloadPolicy": "wrapping",
     "fully_shard": "wrapping",
-    "manual_plan": "blocks",
+    "manual_plan": "plans",
 }
 __all__ = sorted(_HOME)
 __getattr__ = lazy_exports(__name__, _HOME)

@@ -28,8 +28,6 @@ import torch.nn as nn
 from torch.fx.traceback import annotate
 
 from .._torch.fsdp2 import CASTS_EACH_MODULE, WRAPS_DATACLASSES, Casts
-from ..fqns import unwrapped
-from .units import find_units
 
 _KEY = "unit_input"
 
@@ -49,23 +47,6 @@ class _Join(torch.autograd.Function):
 _library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
 _library.define("unit_inputs(Tensor[] inputs) -> Tensor[]")
 _library.impl("unit_inputs", lambda inputs: list(_Join.apply(*inputs)), "CompositeImplicitAutograd")
-
-
-def modules_with_input_nodes(
-    model: nn.Module, units: Iterable[str | Sequence[str]]
-) -> dict[str, nn.Module]:
-    """Find the modules whose inputs get nodes, by FQN: the first of each unit with parameters.
-
-    Eager FSDP2 chooses the same one if a unit's modules are called in the order of the unit.
-    """
-    held: set[nn.Parameter] = set()
-    found = {}
-    for names, modules in find_units(model, units):
-        own = {p for module in modules for p in module.parameters()} - held
-        if own:
-            found[names[0]] = unwrapped(modules[0])
-        held |= own
-    return found
 
 
 def register_input_nodes(modules: Iterable[nn.Module]) -> None:

@@ -1,22 +1,39 @@
-"""Represent units: the parameters that eager FSDP2 packs together per ``fully_shard`` call.
+"""Answer which unit a parameter is in, and at which place of eager FSDP2's packed buffer.
 
-:class:`UnitSpec` holds units of modules, :class:`.FSDPParamOrder` units of parameters in eager
-FSDP2's order.
+A unit has the parameters that eager FSDP2 packs together per ``fully_shard`` call. :class:`Units`
+name parameters or modules. :class:`FSDPParamOrder` names parameters in eager FSDP2's order: buckets
+with that payload order have eager's layout, so a collective whose order of additions depends on the
+byte offset (NCCL over several nodes) rounds alike.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch.fx as fx
 import torch.nn as nn
 
+from .._source import package_digest
 from .._torch.dynamo import names_are_relative_to
-from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names, outermost
+from .._torch.fsdp2 import grad_dtype, reduce_order
+from .._torch.inductor import CustomPassBase
+from ..fqns import (
+    canonical_fqn,
+    canonical_modules,
+    modules_of_call,
+    nearest_names,
+    parameter_names,
+    unwrapped,
+)
+from ..graph import tags
+from .wrapping import param_groups
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,6 +45,7 @@ class Units:
             parameters below it, unless a longer name covers them; ``""`` is the root. Wrappers'
             names in FQNs are dropped.
         aliases: ``(other FQN, FQN in units)`` of shared parameters.
+        made_by: the code that created the units, for their ``repr``.
 
     Raises:
         TypeError: the units are not a list of names or of lists of names.
@@ -36,14 +54,14 @@ class Units:
 
     units: tuple[tuple[str, ...], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    made_by: str = field(default="", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", names_of_units(self.units))
         unit_of: dict[str, int] = {}
         for index, unit in enumerate(self.units):
             for name in unit:
-                known = unit_of.setdefault(name, index)
-                if known != index:
+                if (known := unit_of.setdefault(name, index)) != index:
                     raise ValueError(
                         f"{name!r} is in two units, {known} and {index}: name it in one"
                     )
@@ -53,18 +71,38 @@ class Units:
         """Return ``given`` as units; an order stays as it is."""
         return given if isinstance(given, Units) else cls(given)  # type: ignore[arg-type]
 
+    @classmethod
+    def of_modules(cls, given: Iterable[str | Sequence[str]]) -> Units:
+        """Return units of modules, in the order of the ``fully_shard`` calls.
+
+        Raises:
+            TypeError, ValueError: see the class; also no units, or an empty unit.
+        """
+        names = _calls(given)
+        return Units(names, made_by=f"fsdp.manual_plan({abbreviated(names)}, model)")
+
+    @classmethod
+    def guessed(cls, fqns: Iterable[str]) -> Units:
+        """Guess units from parameters' FQNs, in order of use.
+
+        A unit is a module up to its first number (``layers.3``), or any other module.
+        """
+        parts = ((re.match(r"(.*?\.?\d+)\.|(.*)\.", fqn), fqn) for fqn in fqns)
+        names = (m[m.lastindex] if m and m.lastindex else fqn for m, fqn in parts)
+        return Units(tuple((name,) for name in dict.fromkeys(names)))
+
     def __iter__(self) -> Iterator[tuple[str, ...]]:
         return iter(self.units)
 
     def __repr__(self) -> str:
-        return str([list(unit) for unit in self.units])
+        return self.made_by or str([list(unit) for unit in self.units])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without cached properties, since caches may compare pickles.
         return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.compare)
 
     def place_of(self, fqn: str) -> tuple[int, int] | None:
-        """Return a parameter's unit, and the place of its name in it; None without a unit."""
+        """Return a parameter's unit, and the place of its name in the unit; None without a unit."""
         name = canonical_fqn(fqn)
         places, aliases = self._tables
         name = aliases.get(name, name)
@@ -74,10 +112,19 @@ class Units:
             name = name.rpartition(".")[0]
         return places[name]
 
-    def unit_of(self, fqn: str) -> int | None:
-        """Return the index of a parameter's unit, or None."""
-        place = self.place_of(fqn)
-        return None if place is None else place[0]
+    def unit_of(self, *fqns: str) -> int | None:
+        """Return the index of the unit that has all of these parameters, or None."""
+        units = {place[0] if (place := self.place_of(fqn)) else None for fqn in fqns}
+        return units.pop() if len(units) == 1 else None
+
+    def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """List the names among ``fqns`` that are in no unit."""
+        return tuple(fqn for fqn in fqns if self.place_of(fqn) is None)
+
+    def uncovered(self, model: nn.Module) -> tuple[str, ...]:
+        """List the FQNs of parameters outside all units, in ``named_parameters()`` order."""
+        names = parameter_names(model).values()
+        return tuple(fqns[0] for fqns in names if len(self.unknown(fqns)) == len(fqns))
 
     @functools.cached_property
     def _tables(self) -> tuple[Mapping[str, tuple[int, int]], Mapping[str, str]]:
@@ -90,57 +137,29 @@ def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...],
     if isinstance(units, str) or not isinstance(units, Iterable):
         given = f"the string {units!r}" if isinstance(units, str) else repr(units)
         raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {given}")
-    found = []
+    names = []
     for unit in units:
         if not isinstance(unit, Iterable):
             raise TypeError(f"each of {what} must be an FQN or a list of FQNs, got {unit!r}")
-        found.append(tuple(map(canonical_fqn, (unit,) if isinstance(unit, str) else unit)))
-    return tuple(found)
+        names.append(tuple(map(canonical_fqn, (unit,) if isinstance(unit, str) else unit)))
+    return tuple(names)
 
 
-@dataclass(frozen=True, repr=False)
-class UnitSpec(Units):
-    """Units of modules, in the order of the ``fully_shard`` calls.
-
-    Raises:
-        TypeError, ValueError: see :class:`Units`; also no units, or an empty unit.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_not_empty(self.units)
-
-    def __repr__(self) -> str:
-        return f"fsdp.manual_plan({abbreviated(self.units)}, model)"
-
-    def uncovered(self, model: nn.Module) -> tuple[str, ...]:
-        """List the FQNs of parameters outside all units, in ``named_parameters()`` order.
-
-        Raises:
-            ValueError: see :func:`find_units`.
-        """
-        held = {
-            parameter
-            for _, modules in find_units(model, self.units)
-            for module in modules
-            for parameter in module.parameters()
-        }
-        return tuple(canonical_fqn(fqn) for fqn, p in model.named_parameters() if p not in held)
-
-
-def _check_not_empty(units: Sequence[Sequence[str]]) -> None:
-    if not units:
+def _calls(units: object) -> tuple[tuple[str, ...], ...]:
+    """Convert the units of ``fully_shard`` calls to names; none, and empty ones, are errors."""
+    names = names_of_units(units)
+    if not names:
         raise ValueError(
             "the list of units is empty: name the modules of each fully_shard() call "
             '("" for the model)'
         )
-    for index, unit in enumerate(units):
-        if not unit:
-            raise ValueError(f"unit {index} is empty: name its modules or leave it out")
+    if () in names:
+        raise ValueError(f"unit {names.index(())} is empty: name its modules or leave it out")
+    return names
 
 
 def find_units(
-    model: nn.Module, units: Iterable[Sequence[str]]
+    model: nn.Module, units: Iterable[str | Sequence[str]]
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
     """Yield each unit's names and modules, in the order of the ``fully_shard`` calls.
 
@@ -152,9 +171,7 @@ def find_units(
     known = canonical_modules(model)
     unit_of: dict[nn.Module, str] = {}
     inside: dict[nn.Module, str] = {}  # modules that an earlier unit holds
-    given = names_of_units(units)
-    _check_not_empty(given)
-    for names in given:
+    for names in _calls(units):
         label = "+".join(names)
         modules: list[nn.Module] = []
         for name in names:
@@ -179,41 +196,26 @@ def find_units(
         yield names, modules
 
 
-def modules_of_call(
-    modules: Sequence[nn.Module], wrapped: Collection[nn.Module]
-) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules of one ``fully_shard`` call, and all that it manages, in its order.
+def modules_with_input_nodes(
+    model: nn.Module, units: Iterable[str | Sequence[str]]
+) -> dict[str, nn.Module]:
+    """Map FQNs to the modules whose inputs get autograd nodes: the first of each unit.
 
-    Args:
-        modules: given to the call, which drops those inside others (``_get_root_modules``).
-        wrapped: the modules of earlier calls, where it stops.
+    Units without parameters of their own have none. Eager FSDP2 chooses the same module if a unit's
+    modules are called in the order of the unit.
     """
-    roots = outermost(modules)
-    seen = set(wrapped)
-    return roots, [module for root in roots for module in _children_first(root, seen)]
-
-
-def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules below ``module``, then itself, without seen ones and those below them."""
-    seen.add(module)
-    for child in module.children():
-        if child not in seen:
-            yield from _children_first(child, seen)
-    yield module
-
-
-def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpec:
-    """Check that all units have parameters, and make parameters' names relative to ``model``."""
-    found = list(find_units(model, units))
-    for unit, modules in found:
-        if not any(map(has_parameters, modules)):
-            raise ValueError(f"units: {'+'.join(unit)!r} has no parameters: leave it out")
-    names_are_relative_to(model)
-    return UnitSpec(tuple(unit for unit, _ in found))
+    held: set[nn.Parameter] = set()
+    first = {}
+    for names, modules in find_units(model, units):
+        own = {p for module in modules for p in module.parameters()} - held
+        if own:
+            first[names[0]] = unwrapped(modules[0])
+        held |= own
+    return first
 
 
 def abbreviated(units: Iterable[Sequence[str]]) -> list[str]:
-    """Write units as entries for :func:`manual_plan`, consecutive numbers as one entry.
+    """Write units as entries for :func:`.manual_plan`, consecutive numbers as one entry.
 
     >>> abbreviated([("emb",), ("layers.0",), ("layers.1",), ("norm", "head")])
     ['emb', 'layers.[0-1]', 'norm+head']
@@ -237,3 +239,217 @@ def abbreviated(units: Iterable[Sequence[str]]) -> list[str]:
 
 
 _NUMBERED = re.compile(r"((?:.*\.)?)(0|[1-9]\d*)((?:\..*)?)")
+
+
+@dataclass(frozen=True, repr=False)
+class FSDPParamOrder(Units, CustomPassBase):
+    """The parameters that eager FSDP2 packs together, in its order: hashable and picklable.
+
+    Its units are FSDP2's payloads, in the order of the ``fully_shard`` calls, each with the
+    canonical parameter FQNs in payload order. A call that splits its parameters over several meshes
+    makes one payload per mesh, in the order of first use; a call without parameters makes none.
+
+    A shared parameter is in one payload, where FSDP2 first visits it, under its name in
+    ``model.named_parameters()`` (FSDP2's ``_param_fqn``). Its other names are ``aliases``.
+
+    Raises:
+        TypeError: a payload or an FQN has the wrong type.
+        ValueError: no parameter at all, an empty payload, or one FQN twice.
+    """
+
+    reduce_units: tuple[tuple[str, ...], ...] = ()
+    """``units`` in the payload order of reduce-scatters; empty if that is the same.
+
+    torch 2.15 packs gradients by dtype if ``param.grad_dtype`` differs inside a unit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.units:
+            raise ValueError("an order needs at least one parameter, got none")
+        if () in self.units:
+            raise ValueError(f"payload {self.units.index(())} has no parameter: leave it out")
+        known: set[str] = set()
+        for index, unit in enumerate(self.units):
+            for fqn in unit:
+                if fqn in known:
+                    raise ValueError(f"parameter {fqn!r} is listed twice in payload {index}")
+                known.add(fqn)
+        aliases = tuple(sorted({(canonical_fqn(a), canonical_fqn(fqn)) for a, fqn in self.aliases}))
+        for alias, fqn in aliases:
+            if fqn not in known:
+                raise ValueError(f"{alias!r} stands for {fqn!r}, which is in no payload")
+            if alias in known or dict(aliases)[alias] != fqn:
+                raise ValueError(
+                    f"{alias!r} can't be another name of {fqn!r}: it names a parameter already"
+                )
+        reduced = names_of_units(self.reduce_units, "reduce_units")
+        if reduced and [sorted(unit) for unit in reduced] != [sorted(unit) for unit in self.units]:
+            raise ValueError(
+                "reduce_units has to list the parameters of each of units, in another order"
+            )
+        object.__setattr__(self, "aliases", aliases)
+        object.__setattr__(self, "reduce_units", () if reduced == self.units else reduced)
+
+    @classmethod
+    def from_fqns(
+        cls,
+        fqns: Sequence[str] | Sequence[Sequence[str]],
+        *,
+        aliases: Mapping[str, str] | None = None,
+    ) -> FSDPParamOrder:
+        """Create an order from FQNs.
+
+        Args:
+            fqns: a list of payloads, each a list of parameter FQNs, or a flat list for one payload.
+                Wrappers' names in them are dropped (``fqns.canonical_fqn``).
+            aliases: maps other FQNs of shared parameters to their FQNs in ``fqns``.
+
+        Raises:
+            TypeError: ``fqns`` or ``aliases`` has the wrong type, or mixes FQNs and lists.
+            ValueError: see the class.
+        """
+        if isinstance(fqns, str):
+            raise TypeError(
+                f"fqns must be a list of FQNs, or a list of such lists, got the string {fqns!r}"
+            )
+        if aliases is not None and not isinstance(aliases, Mapping):
+            raise TypeError(f"aliases must map FQNs to FQNs, got {aliases!r}")
+        units: list[Any] = list(fqns)
+        flat = [isinstance(unit, str) for unit in units]
+        if any(flat) and not all(flat):
+            raise TypeError(
+                "fqns mixes FQNs and lists of FQNs: put the single FQNs into lists of their own"
+            )
+        return cls((units,) if any(flat) else units, tuple((aliases or {}).items()))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        units: Iterable[str | Sequence[str]] = ("",),
+        *,
+        ignored_params: Collection[nn.Parameter | str] = (),
+        group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
+    ) -> FSDPParamOrder:
+        """Compute the order that ``fully_shard`` would give to a model, without calling it.
+
+        ::
+
+            order = FSDPParamOrder.from_model(model, ["emb", "layers.0", ["norm", "head"]])
+
+        The rule is that of ``_get_managed_modules`` and ``_get_managed_states`` in torch 2.11 to
+        2.15 (``torch/distributed/fsdp/_fully_shard/_fsdp_init.py``): the modules of a unit
+        depth-first, children before the module itself, stopping at modules of earlier units; then
+        each module's own parameters in registration order, each parameter once, frozen or not.
+        Parameters are not read, so they may be on the meta device or parametrized.
+
+        Args:
+            model: the model, wrapped or not.
+            units: in the order of the ``fully_shard`` calls (inner modules first), each a module
+                FQN or a list of the FQNs that share one call. ``""``, the default, is ``model``.
+                Parameters outside all units are in no payload.
+            ignored_params: as in ``fully_shard``, as parameters or FQNs.
+            group_key: splits units like a ``shard_placement_fn`` with several meshes. Maps an FQN
+                and its parameter to a hashable key for the mesh. Each key is a payload, in order of
+                first appearance.
+
+        Raises:
+            TypeError: ``units`` is a string, or an item is neither a string nor a list of strings.
+            ValueError: no units or no parameters in them, an unknown FQN, a module in two units, or
+                a unit inside an earlier one.
+        """
+        calls = list(find_units(model, units))
+        names = parameter_names(model)
+        by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
+        taken: set[nn.Parameter] = set()  # may include parameters of other pipeline stages
+        for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
+            if isinstance(item, str) and canonical_fqn(item) not in by_name:
+                near = nearest_names(item, by_name)
+                raise ValueError(f"ignored_params: no parameter is named {item!r}{near}")
+            taken.add(by_name[canonical_fqn(item)] if isinstance(item, str) else item)
+        wrapped: set[nn.Module] = set()  # modules of earlier calls
+        payloads: list[list[nn.Parameter]] = []
+        for _, modules in calls:
+            roots, managed = modules_of_call(modules, wrapped)
+            wrapped.update(roots)
+            by_key: dict[Hashable, list[nn.Parameter]] = {}
+            own = (p for module in managed for _, p in module.named_parameters(recurse=False))
+            for parameter in dict.fromkeys(own):
+                if parameter not in taken:
+                    taken.add(parameter)
+                    key = None if group_key is None else group_key(names[parameter][0], parameter)
+                    by_key.setdefault(key, []).append(parameter)
+            payloads.extend(by_key.values())
+        if not payloads:
+            raise ValueError(f"the units hold no parameter of {type(model).__name__}")
+        names_are_relative_to(model)
+        given = [call for call, _ in calls]
+        short = abbreviated(given)
+        plain = short == [unit[0] if len(unit) == 1 else None for unit in given]
+        code = str(short) if plain else f"fsdp.manual_plan({short}, model)"
+        fqns = [tuple(names[parameter][0] for parameter in params) for params in payloads]
+        all_names = [names[parameter] for params in payloads for parameter in params]
+        return cls(
+            units=tuple(fqns),
+            aliases=tuple((alias, first) for first, *others in all_names for alias in others),
+            reduce_units=tuple(
+                reduce_order(unit, [grad_dtype(p) for p in params])
+                for unit, params in zip(fqns, payloads, strict=True)
+            ),
+            made_by=f"FSDPParamOrder.from_model(model, units={code})",
+        )
+
+    @classmethod
+    def from_fsdp(cls, model: nn.Module) -> FSDPParamOrder:
+        """Read the order from a model that ``fully_shard`` was applied to, FSDP2's or ours.
+
+        Works before and after the first forward. FQNs are relative to ``model``.
+
+        Raises:
+            ValueError: ``model`` holds no FSDP2 module or no parameter in one, or shares a
+                parameter across two param groups, which FSDP2 refuses at the first forward.
+        """
+        groups = [group for group in param_groups(model) if group.params]
+        if not groups:
+            raise ValueError(f"the fully_shard() units of {type(model).__name__} hold no parameter")
+        first: dict[Hashable, str] = {}
+        for group in groups:
+            for fqn, origin in zip(group.params, group.origins, strict=True):
+                if origin is not None and first.setdefault(origin, fqn) != fqn:
+                    raise ValueError(
+                        f"{first[origin]!r} and {fqn!r} are one shared parameter in two FSDP2 "
+                        "units, which FSDP2 refuses at the first forward: put their modules into "
+                        "one fully_shard([...]) call"
+                    )
+        return cls(
+            units=tuple(group.params for group in groups),
+            aliases=tuple(pair for group in groups for pair in group.aliases),
+            reduce_units=tuple(group.reduce_params for group in groups),
+            made_by="FSDPParamOrder.from_fsdp(model)",
+        )
+
+    def __repr__(self) -> str:
+        return self.made_by or f"FSDPParamOrder.from_fqns({super().__repr__()})"
+
+    def __call__(self, start: fx.Node) -> tuple[int, int] | None:
+        """Return the sort key of a collective's start: (payload, position) of its parameter.
+
+        For fused weights it is that of the parameter that is packed first. It is None, which keeps
+        the whole bucket in graph order, without a tag or if the order does not know a parameter;
+        passes warn of these.
+        """
+        tag = tags.tag_of(start)
+        if tag is None or self.unknown(tag.fqns):
+            return None
+        reduces = tags.kind_of(start) in ("reduce_scatter", "all_reduce")
+        payloads = self._reduced if reduces and self.reduce_units else self
+        return min(place for fqn in tag.fqns if (place := payloads.place_of(fqn)) is not None)
+
+    def uuid(self) -> str:
+        """Return a cache key (hex) that is equal for equal contents and code, in any process."""
+        contents = json.dumps([self.units, self.aliases, self.reduce_units])
+        return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
+
+    @functools.cached_property
+    def _reduced(self) -> Units:
+        return Units(self.reduce_units, self.aliases)

@@ -19,8 +19,8 @@ from .._torch.aot import base_input, gradient_outputs, plain_index
 from .._torch.dynamo import module_of
 from ..errors import AddedByGraphWarning
 from ..fqns import format_names
-from ..fsdp.unit_inputs import is_unit_input, modules_with_input_nodes, register_input_nodes
-from ..fsdp.units import UnitSpec
+from ..fsdp.unit_inputs import is_unit_input, register_input_nodes
+from ..fsdp.units import Units, modules_with_input_nodes
 from ..graph.values import keeps_values
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
@@ -91,7 +91,7 @@ class AddByUnit(GraphPass):
     stage = "joint"
     model: InitVar[nn.Module]
     units: Iterable[str | Sequence[str]]
-    _units: UnitSpec = field(init=False)
+    _units: Units = field(init=False)
     _modules: MutableMapping[str, nn.Module] = field(
         init=False, default_factory=weakref.WeakValueDictionary
     )
@@ -102,7 +102,7 @@ class AddByUnit(GraphPass):
     )
 
     def __post_init__(self, model: nn.Module) -> None:
-        units = UnitSpec(tuple(self.units))  # type: ignore[arg-type]
+        units = Units.of_modules(self.units)
         self._modules.update(modules_with_input_nodes(model, units))
         self._set(units=units, _units=units, _names=tuple(self._modules))
 

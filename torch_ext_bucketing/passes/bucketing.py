@@ -29,7 +29,7 @@ class BucketByUnit(GraphPass):
     """Merge collectives by unit, kind, process group and dtype.
 
     Args:
-        units: an ``FSDPParamOrder``, a ``UnitSpec``, or a sequence of units, each a sequence of
+        units: an ``FSDPParamOrder``, ``Units``, or a sequence of units, each a sequence of
             FQNs of parameters or modules.
         kinds: the kinds to bucket; all-reduces (HSDP, DDP) only if named.
         payload_order: a key of start nodes, ascending in the payload; None: graph order.

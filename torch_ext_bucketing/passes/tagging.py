@@ -12,8 +12,8 @@ from .._torch import dynamo as _dynamo
 from .._torch.inductor import check_passes_run_here
 from ..errors import PayloadOrderWarning
 from ..fqns import format_names, nearest_names
-from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tagging import FqnOf, tag_joint_graph
+from ..fsdp.units import FSDPParamOrder
 from .base import TAGS, GraphPass
 from .compilation import Compilation
 

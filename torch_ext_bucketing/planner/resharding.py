@@ -32,7 +32,6 @@ from ..passes.reshard_to import (
 from .cost.cost import Costs
 from .cost.machine import Machine, check_machine
 from .keep.keep import KeepPlanner
-from .keep.keepables import block_units
 from .keep.partitioned import PartitionedModel
 from .schedule.memory import PeakMemory
 from .schedule.policy import Overlap, policies_of
@@ -211,7 +210,7 @@ class ReshardAfterForward(GraphPass):
             tags = (tag_of(n) for n in graph.nodes)
             fqns = (f for t in tags if t is not None for f in t.fqns)
             theirs = merging.units if isinstance(merging, BucketByUnit) else None
-            units = Units.of(self.units or theirs or block_units(fqns))
+            units = Units.of(self.units or theirs or Units.guessed(fqns))
             buckets = merging and merging.planner
             buckets = buckets or ByUnit(units, tuple(merging.kinds) if merging else ())
             costs = Costs(machine, SizeHints.of(compilation.size_hints))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
 from ..fqns import canonical_fqn, format_names
-from ..fsdp.order import FSDPParamOrder
+from ..fsdp.units import FSDPParamOrder
 from ..graph.nodes import KINDS
 from ..passes.add_by_unit import AddByUnit
 from ..passes.backends import BucketingBackend, backend

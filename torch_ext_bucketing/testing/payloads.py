@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from ..fsdp.order import FSDPParamOrder
+    from ..fsdp.units import FSDPParamOrder
     from ..reports.graph import BucketReport
 
 

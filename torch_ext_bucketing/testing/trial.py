@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..fqns import canonical_fqn, canonical_modules
-from ..fsdp.blocks import transformer_block_plan
+from ..fsdp.plans import transformer_block_plan
 from ..fsdp.shard import data_parallel
-from ..fsdp.units import UnitSpec
+from ..fsdp.units import Units
 from ..passes.backends import BucketingBackend, backend
 from ..passes.base import GraphPass
 from ..passes.pipeline import in_order
@@ -60,7 +60,7 @@ class Trial:
         self.state = self.from_rank_0(state_of(self._model))
         try:
             units = options.units or transformer_block_plan(self._model)
-            self.units = UnitSpec(units).units  # type: ignore[arg-type]
+            self.units = Units.of_modules(units).units
         except ValueError as error:
             raise TargetError(
                 f"{error}. Pass units=[...] to teb.testing.compare(), the modules of each "

@@ -11,8 +11,8 @@ import torch.fx as fx
 import torch.nn as nn
 
 from .._torch.estimates import bucket_fsdp
-from ..fsdp.blocks import transformer_block_plan
-from ..fsdp.units import UnitSpec
+from ..fsdp.plans import transformer_block_plan
+from ..fsdp.units import Units
 from ..graph.edits import unchanged_on_error
 from ..passes.backends import BucketingBackend
 from ..passes.base import GraphPass, Stage
@@ -44,7 +44,7 @@ def candidates(
     model: nn.Module,
     compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
     *,
-    units: UnitSpec | Sequence[str | Sequence[str]] | None = None,
+    units: Units | Sequence[str | Sequence[str]] | None = None,
     reduce: Literal["all_to_all"] | None = None,
     machine: Machine | None = None,
     memory: PeakMemory | None = None,

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from torch_ext_bucketing.fsdp.blocks import transformer_block_plan
+from torch_ext_bucketing.fsdp.plans import transformer_block_plan
 from torch_ext_bucketing.testing import text
 
 from .base import VOCAB, Model, Unit

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import posixpath
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ...bucketing.plan import unit_of
 from ...fsdp.tagging import read_in_forward
 from ...fsdp.units import Units
 from ...graph.tags import tag_of
@@ -54,7 +52,7 @@ def keepable_units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) ->
     starts: dict[int, list[fx.Node]] = {}
     for start in read_in_forward(chains):
         tag = tag_of(start)
-        number, *_ = unit_of(() if tag is None else tag.fqns, units)
+        number = units.unit_of(*(() if tag is None else tag.fqns))
         if number is not None:
             starts.setdefault(number, []).append(start)
     return [
@@ -65,20 +63,3 @@ def keepable_units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) ->
         )
         for number, mine in sorted(starts.items())
     ]
-
-
-_BLOCK = re.compile(r"(.*?\.?\d+)\.")
-
-
-def block_units(fqns: Iterable[str]) -> Units:
-    """Guess units from names: a module up to its first number (``layers.3``), or any other module.
-
-    Args:
-        fqns: FQNs of all parameters, in order of use.
-    """
-
-    def name_of(fqn: str) -> str:
-        found = _BLOCK.match(fqn)
-        return found.group(1) if found else fqn.rpartition(".")[0] or fqn
-
-    return Units.of([(name,) for name in dict.fromkeys(map(name_of, fqns))])

@@ -1,7 +1,4 @@
-"""Parse units from module names with abbreviations.
-
-Find units in a model: one per transformer block.
-"""
+"""Name a model's units: by globs, or one per transformer block."""
 
 from __future__ import annotations
 
@@ -9,26 +6,26 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.nn as nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from .._torch.dynamo import names_are_relative_to
 from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names, unwrapped
-from .units import UnitSpec, spec_of_units
+from .units import Units, find_units
 
 
-def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> UnitSpec:
-    """Parse units from module names. Parameters outside all units are not bucketed.
+def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Units:
+    """Find the modules that globs name. Parameters outside all units are not bucketed.
 
     Grammar of an entry::
 
-        entry     := names | [names, ...]      a list is one unit with all the modules named
-        names     := path ("+" path)*          with "+", one unit with all the modules named;
-                                               without, one unit per module that the path names
-        path      := "" | component ("." component)*       "" is the model itself
-        component := text; "[a-b]" stands for each number from a to b, both included,
-                     and "*" for any text inside this component
+        entry := names | [names, ...]      a list is one unit with all the modules named
+        names := glob ("+" glob)*          with "+", one unit with all the modules named;
+                                           without, one unit per module that the glob names
+        glob  := an FQN, "" for the model itself; "*" stands for any text without a dot,
+                 "[a-b]" for each number from a to b, both included
 
     Examples::
 
@@ -39,8 +36,8 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
         "layers.[0-1]+layers.[2-3]"     one unit of four layers
         "encoder_layer_[0-11]"          works inside a component
 
-    Every number of a range must exist. A ``*`` skips modules without parameters. Names may contain
-    wrappers' names, which are dropped (``fqns.canonical_fqn``).
+    A module must exist for every number of a range. A ``*`` skips modules without parameters. Names
+    may contain wrappers' names, which are dropped (``fqns.canonical_fqn``).
 
     Raises:
         TypeError: ``modules`` is a string, or an entry is neither a string nor a list of strings.
@@ -54,95 +51,78 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
     units: list[tuple[str, ...]] = []
     for entry in modules:
         if isinstance(entry, str):
-            paths = entry.split("+")
-            if len(paths) == 1:
-                units.extend((name,) for name in _expand(entry, known))
-                continue
+            globs = entry.split("+")
         elif isinstance(entry, Sequence) and all(isinstance(names, str) for names in entry):
-            paths = [path for names in entry for path in names.split("+")]
+            globs = [glob for names in entry for glob in names.split("+")]
         else:
             raise TypeError(
                 f"an entry of the plan must be a string or a list of strings, got {entry!r}"
             )
-        if not all(path.strip() for path in paths):
+        single = isinstance(entry, str) and len(globs) == 1
+        if not single and not all(glob.strip() for glob in globs):
             raise ValueError(f"plan: {entry!r} joins modules, but one of their names is empty")
-        units.append(tuple(name for path in paths for name in _expand(path, known)))
-    return spec_of_units(units, model)
+        names = [name for glob in globs for name in _matches(glob.strip(), known)]
+        units += [(name,) for name in names] if single else [tuple(names)]
+    return _checked(units, model)
+
+
+def _checked(units: Sequence[tuple[str, ...]], model: nn.Module) -> Units:
+    """Check that all units have parameters, and make parameters' names relative to ``model``."""
+    for unit, modules in find_units(model, units):
+        if not any(map(has_parameters, modules)):
+            raise ValueError(f"units: {'+'.join(unit)!r} has no parameters: leave it out")
+    names_are_relative_to(model)
+    return Units.of_modules(units)
 
 
 _RANGE = re.compile(r"\[(\d+)-(\d+)\]")
 
 
-def _expand(path: str, known: dict[str, nn.Module]) -> list[str]:
-    """List the modules that a path names: ranges ascending, ``*`` in registration order."""
-    path = path.strip()
-    if path in known:
-        return [path]
-    found = [""]
-    for component in canonical_fqn(path).split("."):
-        if not component:
-            raise ValueError(
-                f"plan: {path!r} has an empty component: a leading, trailing or doubled '.'"
-            )
-        found = [
-            name
-            for prefix in found
-            for text in _expand_ranges(component, path)
-            for name in _children(prefix, text, path, known)
-        ]
-    if not found:
+def _matches(glob: str, known: Mapping[str, nn.Module]) -> list[str]:
+    """List the modules that a glob names: ranges ascending, ``*`` in registration order."""
+    if glob in known:
+        return [glob]
+    if "" in glob.split("."):
         raise ValueError(
-            f"plan: {path!r} matches no module with parameters" + nearest_names(path, known)
+            f"plan: {glob!r} has an empty component: a leading, trailing or doubled '.'"
         )
-    return found
+    names: list[str] = []
+    # The first number without a module ends the search, however long the range is.
+    for one in _numbered(canonical_fqn(glob), glob):
+        pattern = re.compile(r"[^.]*".join(map(re.escape, one.split("*"))))
+        matched = [one] if one in known else []
+        if "*" in one:
+            matched = [n for n, m in known.items() if pattern.fullmatch(n) and has_parameters(m)]
+        if not matched:
+            lacks = f"nothing, the model lacks module {one!r}"
+            lacks = "no module with parameters" if "*" in one else lacks
+            raise ValueError(f"plan: {glob!r} matches {lacks}" + nearest_names(one, known))
+        names += matched
+    return names
 
 
-def _expand_ranges(component: str, path: str) -> Iterator[str]:
-    """Yield a path's component once for each combination of the numbers in its ranges."""
-    # A generator, so that a range that is far too long fails at the first missing module.
-    match = _RANGE.search(component)
+def _numbered(text: str, glob: str) -> Iterator[str]:
+    """Yield ``text``, a part of ``glob``, for each combination of the numbers in its ranges."""
+    match = _RANGE.search(text)
     if match is None:
-        if "[" in component or "]" in component:
+        if "[" in text or "]" in text:
             raise ValueError(
-                f"plan: {path!r} has a malformed range: write [a-b] with two numbers, as in "
+                f"plan: {glob!r} has a malformed range: write [a-b] with two numbers, as in "
                 "layers.[0-5]"
             )
-        yield component
+        yield text
         return
     first, last = int(match[1]), int(match[2])
     if first > last:
         raise ValueError(
-            f"plan: the range {match[0]} in {path!r} is reversed: write [{last}-{first}]"
+            f"plan: the range {match[0]} in {glob!r} is reversed: write [{last}-{first}]"
         )
     for number in range(first, last + 1):
-        for tail in _expand_ranges(component[match.end() :], path):
-            yield f"{component[: match.start()]}{number}{tail}"
+        for tail in _numbered(text[match.end() :], glob):
+            yield f"{text[: match.start()]}{number}{tail}"
 
 
-def _children(prefix: str, text: str, path: str, known: dict[str, nn.Module]) -> list[str]:
-    """List the children of module ``prefix`` that match ``text``, where ``*`` is any text."""
-    start = f"{prefix}." if prefix else ""
-    if "*" not in text:
-        name = start + text
-        if name not in known:
-            raise ValueError(
-                f"plan: {path!r} matches nothing, the model lacks module {name!r}"
-                + nearest_names(name, known)
-            )
-        return [name]
-    pattern = re.compile(".*".join(map(re.escape, text.split("*"))))
-    return [
-        name
-        for name, module in known.items()
-        if name.startswith(start)
-        and name != prefix
-        and "." not in (key := name[len(start) :])
-        and pattern.fullmatch(key)
-        and has_parameters(module)
-    ]
-
-
-def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False) -> UnitSpec:
+def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False) -> Units:
     """Find the units that eager FSDP2 trainers use: one per repeated block, and the rest.
 
     **Blocks** are the children of block lists. A block list is a ``ModuleList``, ``ModuleDict`` or
@@ -200,17 +180,16 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     side = [*([name] for name in front), *itertools.chain(*sections), tail]
     merged = iter(_merge_shared(side, tree))
     units: list[tuple[str, ...]] = [tuple(next(merged)) for _ in front]
-    found_experts = False
+    all_experts: list[str] = []
     for index, names in enumerate(blocks):
         for name in names:
             experts = _experts(name, tree, moe_experts) if moe_experts else []
-            found_experts = found_experts or bool(experts)
-            units.extend((expert,) for expert in experts)
-            units.append((name,))
+            all_experts += experts
+            units += [(expert,) for expert in experts] + [(name,)]
         for _ in sections[index] if index < len(sections) else []:
             units.append(tuple(next(merged)))
     units.append(tuple(next(merged)))
-    if moe_experts and not found_experts:
+    if moe_experts and not all_experts:
         wanted = '"experts"' if moe_experts is True else repr(moe_experts)
         raise ValueError(
             f"moe_experts: no block holds a module named {wanted}; the first block is "
@@ -218,9 +197,9 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
             "option out"
         )
     units = [unit for unit in units if unit]
-    if UnitSpec(tuple(units)).uncovered(model):
+    if Units(tuple(units)).uncovered(model):
         units.append(("",))
-    return spec_of_units(units, model)
+    return _checked(units, model)
 
 
 class _ModuleTree:
@@ -399,14 +378,14 @@ def _merge_shared(units: list[list[str]], tree: _ModuleTree) -> list[list[str]]:
 
 
 def _experts(block: str, tree: _ModuleTree, moe_experts: bool | str) -> list[str]:
-    found: list[str] = []
+    experts: list[str] = []
     for name, _ in tree.children(block):
         key = name.rpartition(".")[2]
         if key == moe_experts or (moe_experts is True and "experts" in key and "shared" not in key):
-            found.append(_narrowed(name, tree))
+            experts.append(_narrowed(name, tree))
         else:
-            found += _experts(name, tree, moe_experts)
-    return found
+            experts += _experts(name, tree, moe_experts)
+    return experts
 
 
 def _narrowed(path: str, tree: _ModuleTree) -> str:
