@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, add_number, parser_of, write_json
@@ -146,9 +147,9 @@ def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
         cap_mb,
         kinds=("all_gather", "reduce_scatter"),
         groups=keep,
-    ).plan(graph.gm.graph)
+    ).plan(GraphAnalysis(graph.gm.graph))
     planned = time.process_time()
-    apply_plan(graph.gm.graph, plan)
+    apply_plan(GraphAnalysis(graph.gm.graph), plan)
     done = time.process_time()
     closed = Counter([*(b.closed_by for b in plan.buckets), *(u.closed_by for u in plan.unmerged)])
     return {"plan_s": planned - started, "pass_s": done - started, "closed": dict(closed)}

@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.cap is not None:
             analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
             by_cap = ByCap(args.cap, kinds=FSDP_KINDS, groups=[*parameter_groups(graph)])
-            apply_plan(graph.gm.graph, by_cap.plan(analysis))
+            apply_plan(GraphAnalysis(graph.gm.graph), by_cap.plan(analysis))
             graph.gm.recompile()
         rows.append({"graph": name, **measured(graph)})
     write_results(args.json, document, table(rows))

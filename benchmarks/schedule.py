@@ -119,9 +119,9 @@ def run_ours(
         plan, found, like = search.search(analysis)
         caps = [c for _, cap in found.caps_mb for c in (cap if isinstance(cap, tuple) else (cap,))]
     else:
-        plan = ByCap(cap_mb, **options).plan(graph.gm.graph)
+        plan = ByCap(cap_mb, **options).plan(GraphAnalysis(graph.gm.graph))
         caps = [cap_mb]
-    apply_plan(graph.gm.graph, plan)
+    apply_plan(GraphAnalysis(graph.gm.graph), plan)
     report = schedule(
         graph.gm.graph,  # its code is generated after all passes, as with torch's
         policies,

@@ -31,6 +31,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import merge_buckets
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import KINDS, group_name, kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag
 from torch_ext_bucketing.passes.compilation import Compilation
@@ -250,9 +251,9 @@ def test_a_planned_bucket_has_the_time_and_the_memory_of_the_real_one(fake_world
     gm, _ = graph_of(LARGE, fake_world)
     costs = Costs(SLOW)
     launches = Costs(replace(SLOW, host_ms={"all_to_all": 1.0, "reduce_scatter": 2.0, "kernel": 4}))
-    plan = ByCap(cap_mb).plan(gm.graph)
+    plan = ByCap(cap_mb).plan(GraphAnalysis(gm.graph))
     planned = merged_model(model_of(gm, costs), plan.buckets, costs, rank_order=True)
-    merge_buckets(gm.graph, plan)
+    merge_buckets(GraphAnalysis(gm.graph), plan)
     rings, launched = Timeline.of(model_of(gm, costs)), sum(model_of(gm, launches).host)
     reduce_by_all_to_all(gm.graph, torch.float32)
     real = model_of(gm, costs)

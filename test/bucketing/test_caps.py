@@ -127,7 +127,7 @@ def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
     eligible = "tag" if tagged else everything
-    plan = ByCap(cap_of(caps), kinds=KINDS, eligible=eligible).plan(gm.graph)
+    plan = ByCap(cap_of(caps), kinds=KINDS, eligible=eligible).plan(GraphAnalysis(gm.graph))
     assert str(gm.graph) == before
     check_plan(gm, plan, caps)
 
@@ -153,9 +153,11 @@ def test_torch_with_the_hooks_never_merges_less_than_without(seed, size, caps):
 def test_a_planner_forgets_the_plan_before(seed, size, caps, run):
     gm = random_graph(seed, size, GROUPS)
     options = ByCap(groups=GROUPS[:2])
-    planner = CapPlanner(gm.graph, options)
+    planner = CapPlanner(GraphAnalysis(gm.graph), options)
     for cap in (*caps, *caps):
-        assert planner.plan(cap / MIB, run) == CapPlanner(gm.graph, options).plan(cap / MIB, run)
+        assert planner.plan(cap / MIB, run) == CapPlanner(GraphAnalysis(gm.graph), options).plan(
+            cap / MIB, run
+        )
 
 
 @given(seed=SEEDS, size=st.integers(2, 12), cap=st.integers(50, 1500), writes=st.booleans())
@@ -164,14 +166,14 @@ def test_merging_computes_the_same(seed, size, cap, writes):
     gm = random_graph(seed, size, GROUPS[:2], writes, share=False)
     inputs = real_inputs(gm)
     expected = run_all_ranks(gm, inputs)
-    plan = ByCap(cap / MIB, eligible=everything).plan(gm.graph)
+    plan = ByCap(cap / MIB, eligible=everything).plan(GraphAnalysis(gm.graph))
     count = sum(kind_of(n) is not None for n in gm.graph.nodes)
-    reports = apply_plan(gm.graph, plan)
+    reports = apply_plan(GraphAnalysis(gm.graph), plan)
     gm.graph.lint()
     left = [n for n in gm.graph.nodes if kind_of(n) is not None]
     assert len(left) == count - sum(len(b.members) - 1 for b in plan.buckets)
     assert_same(run_all_ranks(gm, inputs), expected)
-    again = ByCap(1000.0, eligible=everything).plan(gm.graph)
+    again = ByCap(1000.0, eligible=everything).plan(GraphAnalysis(gm.graph))
     assert not {r.node for r in reports} & {m.name for b in again.buckets for m in b.members}
 
 
@@ -182,12 +184,12 @@ def test_merging_computes_the_same(seed, size, cap, writes):
 def test_torchs_pass_with_the_hooks_merges_the_same(cap):
     """Compare torch's own pre-bucketing with plan and apply, all kinds, only the primary group."""
     theirs, ours = (layered_graph(500, 60, GROUPS, share=False) for _ in range(2))
-    plan = ByCap(cap / MIB, eligible="structure", groups="primary").plan(ours.graph)
+    plan = ByCap(cap / MIB, eligible="structure", groups="primary").plan(GraphAnalysis(ours.graph))
     (group,) = {group_name(bucket.members[0]) for bucket in plan.buckets}
     desc = _resolve_process_group(group).group_desc
     with config.patch({MAX_BETWEEN: None, GROUP_FILTER: [desc]}):
         fsdp.pre_bucket_fsdp_collectives(theirs, bucket_cap_mb=cap / MIB)
-    apply_plan(ours.graph, plan)
+    apply_plan(GraphAnalysis(ours.graph), plan)
 
     def sizes(gm: fx.GraphModule) -> list[tuple[str | None, int]]:
         return sorted((str(kind_of(n)), wire_bytes(n)) for n in gm.graph.nodes if kind_of(n))
@@ -204,16 +206,16 @@ def test_planning_again_changes_nothing():
     ]
     gm = builder.finish(outputs)
     cap = 2 * 8 * 4 * WORLD / MIB
-    first = ByCap(cap, eligible=everything).plan(gm.graph)
+    first = ByCap(cap, eligible=everything).plan(GraphAnalysis(gm.graph))
     assert [len(b.members) for b in first.buckets] == [2, 2, 2]
     assert [b.closed_by for b in first.buckets] == ["bytes", "bytes", "bytes"]
     assert [(a.closed_by, a.wire_bytes) for a in first.unmerged] == [("end", 8 * 4 * WORLD)]
-    apply_plan(gm.graph, first)
+    apply_plan(GraphAnalysis(gm.graph), first)
     code = str(gm.graph)
-    second = ByCap(cap, eligible=everything).plan(gm.graph)
+    second = ByCap(cap, eligible=everything).plan(GraphAnalysis(gm.graph))
     assert not second.buckets
     assert {left.reason for left in second.ineligible} == {"it is a bucket already"}
-    apply_plan(gm.graph, second)
+    apply_plan(GraphAnalysis(gm.graph), second)
     assert str(gm.graph) == code
 
 
@@ -226,7 +228,7 @@ def test_four_collectives_of_two_kinds_that_can_only_half_merge():
     b1 = builder.collective("reduce_scatter", a1, "1")
     a2 = builder.collective("all_gather", b2, "0")
     gm = builder.finish([b1, a2])
-    plan = ByCap(1.0, eligible=everything).plan(gm.graph)
+    plan = ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph))
     assert [b.kind for b in plan.buckets] == ["all_gather"]
     assert [a.closed_by for a in plan.unmerged] == ["dependency", "end"]
     assert "by way of other buckets" in plan.unmerged[0].reason
@@ -245,7 +247,7 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
     gm = trace(step, *(torch.randn(8, 8) for _ in range(6)))
 
     def planned(run: int | None) -> tuple[list[int], list[str]]:
-        plan = ByCap(1.0, eligible=everything, max_compute_run=run).plan(gm.graph)
+        plan = ByCap(1.0, eligible=everything, max_compute_run=run).plan(GraphAnalysis(gm.graph))
         closed = [*(b.closed_by for b in plan.buckets), *(a.closed_by for a in plan.unmerged)]
         assert all("compute nodes" in b.detail for b in plan.buckets if b.closed_by == "run")
         return [len(b.members) for b in plan.buckets], closed
@@ -262,8 +264,10 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
 def merged(gm: fx.GraphModule, inputs: list[list[torch.Tensor]], **options: Any) -> MergePlan:
     """Merge a graph, check that all ranks compute the same as before, and return the plan."""
     expected = run_all_ranks(gm, inputs)
-    plan = ByCap(1.0, **{"kinds": KINDS, "eligible": everything, **options}).plan(gm.graph)
-    apply_plan(gm.graph, plan)
+    plan = ByCap(1.0, **{"kinds": KINDS, "eligible": everything, **options}).plan(
+        GraphAnalysis(gm.graph)
+    )
+    apply_plan(GraphAnalysis(gm.graph), plan)
     assert_same(run_all_ranks(gm, inputs), expected)
     return plan
 
@@ -359,7 +363,9 @@ def test_a_bucket_of_backward_is_marked_as_its_members_were(marked):
         if mark:
             node.meta["autograd_backward"] = True
     old = set(gm.graph.nodes)
-    apply_plan(gm.graph, ByCap(1.0, eligible=everything).plan(gm.graph))
+    apply_plan(
+        GraphAnalysis(gm.graph), ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph))
+    )
     new = [n for n in gm.graph.nodes if n not in old]
     assert len(starts(gm)) == 1
     assert {"autograd_backward" in n.meta for n in new} == {all(marked)}
@@ -370,12 +376,15 @@ def test_the_writes_of_a_bucket_are_no_barrier():
     gm = trace(
         lambda *xs: [gather(x, dist.group.WORLD) for x in xs], *(torch.zeros(2) for _ in range(6))
     )
-    plan = ByCap(1.0, eligible=everything).plan(gm.graph)
+    plan = ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph))
     some = Bucket("all_gather", None, plan.buckets[0].members[2:4])
-    apply_plan(gm.graph, MergePlan((some,)))
+    apply_plan(GraphAnalysis(gm.graph), MergePlan((some,)))
     assert any(n.target is C10D.all_gather_into_tensor_out.default for n in gm.graph.nodes)
     assert Writes(gm.graph.nodes).unordered == []
-    assert [len(b.members) for b in ByCap(1.0, eligible=everything).plan(gm.graph).buckets] == [4]
+    assert [
+        len(b.members)
+        for b in ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph)).buckets
+    ] == [4]
 
 
 # -- groups, caps, eligibility --------------------------------------------------------------------
@@ -389,7 +398,7 @@ def gathers_on(*groups: str) -> fx.GraphModule:
 
 def test_primary_group_has_the_most_gathers():
     gm = gathers_on("1", "0", "0", "1", "0")
-    plan = ByCap(1.0, eligible="structure", groups="primary").plan(gm.graph)
+    plan = ByCap(1.0, eligible="structure", groups="primary").plan(GraphAnalysis(gm.graph))
     assert [{group_name(m) for m in b.members} for b in plan.buckets] == [{"0"}]
     assert {left.reason for left in plan.ineligible} == {
         "its process group 1 is not one of groups="
@@ -405,8 +414,8 @@ def test_primary_group_has_the_most_gathers():
     assert primary(b=counts(0, 1, 9), a=counts(0, 2, 0)) == ("a",)
     assert primary(b=counts(0, 0, 1), a=counts(0, 0, 2)) == ("a",)
     assert primary() == ()
-    apply_plan(gm.graph, plan)  # leaves one gather on group 0, two on group 1
-    again = ByCap(1.0, eligible="structure", groups="primary").plan(gm.graph)
+    apply_plan(GraphAnalysis(gm.graph), plan)  # leaves one gather on group 0, two on group 1
+    again = ByCap(1.0, eligible="structure", groups="primary").plan(GraphAnalysis(gm.graph))
     assert not again.buckets
 
 
@@ -415,19 +424,19 @@ def test_each_group_has_its_own_cap(monkeypatch):
     one = 4 * 4 * WORLD
     plan = ByCap(
         {"0": 2 * one / MIB, "1": lambda i: (i + 1) * one / MIB}, eligible=everything
-    ).plan(gm.graph)
+    ).plan(GraphAnalysis(gm.graph))
     members = {g: [] for g in "01"}
     for bucket in plan.buckets:
         members[group_name(bucket.members[0])].append(len(bucket.members))
     assert members == {"0": [2, 2, 2], "1": [2, 3]}
     each = tuple(n * one / MIB for n in (2, 1, 3))
-    plan = ByCap(each, eligible=everything).plan(gathers_on(*"0" * 9).graph)
+    plan = ByCap(each, eligible=everything).plan(GraphAnalysis(gathers_on(*"0" * 9).graph))
     assert [len(b.members) for b in plan.buckets] == [2, 3, 3]
     asked = []
     monkeypatch.setattr(
         caps_module, "default_cap_mb", lambda size: asked.append(size) or 3 * one / MIB
     )
-    plan = ByCap(eligible=everything).plan(gm.graph)
+    plan = ByCap(eligible=everything).plan(GraphAnalysis(gm.graph))
     assert [len(b.members) for b in plan.buckets] == [3, 3, 3, 3]
     assert asked == [WORLD]
 
@@ -478,7 +487,7 @@ def test_group_names_that_are_nodes():
         for start in gm.graph.nodes:
             if kind_of(start) is not None and start.args[-1] == group.group_name:
                 start.args = (*start.args[:-1], node)
-    plan = ByCap(eligible=everything, groups="primary").plan(gm.graph)
+    plan = ByCap(eligible=everything, groups="primary").plan(GraphAnalysis(gm.graph))
     assert [len(b.members) for b in plan.buckets] == [2]
 
 
@@ -495,7 +504,7 @@ def test_group_names_that_are_nodes():
 )
 def test_bad_arguments(options, match):
     with pytest.raises(ValueError, match=match):
-        ByCap(**{"eligible": everything, **options}).plan(gathers_on("0", "0").graph)
+        ByCap(**{"eligible": everything, **options}).plan(GraphAnalysis(gathers_on("0", "0").graph))
 
 
 # -- symbolic sizes -------------------------------------------------------------------------------
@@ -508,9 +517,9 @@ def test_hinted_symbolic_sizes_are_planned_and_merged():
     gm = make_fx(model, tracing_mode="symbolic")(torch.zeros(6, 3), torch.zeros(6, 3))
     start = next(n for n in gm.graph.nodes if kind_of(n))
     assert isinstance(start.meta["val"].shape[0], torch.SymInt)
-    plan = ByCap(1.0, eligible=everything).plan(gm.graph)
+    plan = ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph))
     assert [(len(b.members), b.wire_bytes) for b in plan.buckets] == [(2, 2 * 6 * 3 * 4 * WORLD)]
-    (report,) = apply_plan(gm.graph, plan)
+    (report,) = apply_plan(GraphAnalysis(gm.graph), plan)
     assert [(m.shape, m.nbytes) for m in report.members] == [((6, 3), 72), ((6, 3), 72)]
     merged = next(n for n in gm.graph.nodes if kind_of(n))
     assert isinstance(merged.meta["val"].shape[0], torch.SymInt), "specialised"
@@ -533,7 +542,7 @@ for _ in "12":
 plans = []
 for seed in range(40):
     gm = random_graph(seed, 20, ("0", "1", "2"))
-    plan = ByCap(400 / 2**20, eligible=lambda start: True).plan(gm.graph)
+    plan = ByCap(400 / 2**20, eligible=lambda start: True).plan(GraphAnalysis(gm.graph))
     buckets = [[b.kind, [m.name for m in b.members], b.detail] for b in plan.buckets]
     plans.append([buckets, [str(a) for a in plan.unmerged]])
 order = schedule(layered_graph(2000, 100, ["0", "0"], share=False), teb.Overlap()).order
@@ -558,7 +567,7 @@ def planning_steps(nodes: int, collectives: int) -> float:
     plans: list[MergePlan] = []
 
     def plan() -> None:
-        plans.append(ByCap(512 / MIB, eligible=everything).plan(gm.graph))
+        plans.append(ByCap(512 / MIB, eligible=everything).plan(GraphAnalysis(gm.graph)))
 
     count = lines_run(plan, str(Path(caps_module.__file__).parents[1]))
     assert plans[0].buckets
@@ -590,7 +599,7 @@ def test_a_plan_in_words():
     starts = [n for n in gm.graph.nodes if kind_of(n)]
     for i, start in enumerate(starts[:-1]):
         set_tag(start, Tag(kind_of(start), (f"layers.{i}.w",)))
-    plan = ByCap(512 / MIB, max_compute_run=2).plan(gm.graph)
+    plan = ByCap(512 / MIB, max_compute_run=2).plan(GraphAnalysis(gm.graph))
     lines = [
         f"{b.kind}: {', '.join(m.name for m in b.members)}; {b.wire_bytes} of {b.cap_bytes} bytes, "
         f"closed by {b.closed_by}: {b.detail}"

@@ -25,6 +25,7 @@ from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import bucket_key, kind_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
@@ -80,7 +81,7 @@ def merge_all(gm: fx.GraphModule, seed: int) -> None:
     )
     rng = random.Random(seed)
     keys = {start: rng.random() for start in starts(gm)}
-    apply_plan(gm.graph, plan, keys.__getitem__)
+    apply_plan(GraphAnalysis(gm.graph), plan, keys.__getitem__)
 
 
 def layout(value: FakeTensor) -> tuple[object, ...]:

@@ -83,7 +83,7 @@ def test_a_plan_that_is_chosen_is_carried_out():
         assert found.report.chosen.planner == repr(Pair())
         assert found.report.to_text() == f"{Pair()!r}, of 2 tried"
         assert found.report.chosen.step_ms < found.report.tried[0].step_ms
-        assert len(apply_plan(graph, found.plan)) == 1
+        assert len(apply_plan(GraphAnalysis(graph), found.plan)) == 1
 
 
 def test_a_plan_that_can_not_be_carried_out_is_refused():
@@ -105,7 +105,7 @@ def searched(graph: Any) -> tuple[list[Any], Any]:
     search = BySearch(bounds, EVERY_START, machine=machine(2.0))
     plan, report, sort = search.search(GraphAnalysis(graph))
     buckets = [[m.name for m in b.members] for b in plan.buckets]
-    apply_plan(graph, plan)
+    apply_plan(GraphAnalysis(graph), plan)
     made = scheduler.schedule(graph, bounds, machine=machine(2.0), like=sort)
     tried = [(t.caps_mb, t.step_ms, t.peak_bytes) for t in report.tried]
     orders = [(step, peak) for _, step, peak in made.alternatives]

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import ByCap
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import is_collective
 from torch_ext_bucketing.graph.sizes import DEFAULT, SizeHints
 from torch_ext_bucketing.graph.tags import Tag, set_tag
@@ -246,7 +247,7 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
     graph = trace(two, torch.zeros(3, 4), torch.zeros(5, 4)).graph
     with pytest.warns(teb.errors.BoundNotKeptWarning, match="caps are torch's own.*no such time"):
         plan, report = choose_caps(graph, Broken(), eligible="structure")
-    assert plan.buckets == ByCap(eligible="structure").plan(graph).buckets != ()
+    assert plan.buckets == ByCap(eligible="structure").plan(GraphAnalysis(graph)).buckets != ()
     assert "no such time" in report.warning
 
 

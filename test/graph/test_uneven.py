@@ -98,7 +98,7 @@ def launches(gm):
         for policies in bounds:
             mine = copy.deepcopy(gm)
             reference = peak_bytes(mine)
-            apply_plan(mine.graph, ByCap(cap).plan(mine.graph))
+            apply_plan(GraphAnalysis(mine.graph), ByCap(cap).plan(GraphAnalysis(mine.graph)))
             report = schedule(mine, policies, reference_bytes=reference)
             order = [names(n) for n in mine.graph.nodes if kind_of(n)]
             found.append((report.chosen, report.step_ms, report.peak_bytes, order))
@@ -153,11 +153,11 @@ def test_a_merged_model_is_alike_on_all_ranks_and_as_if_merged(uneven, phase, ca
     for rank in range(WORLD):
         gm = copy.deepcopy(uneven[rank][phase])
         costs = Costs(Machine(bandwidth=1e9, kernel_ms=1e-9))  # every move takes time
-        plan = ByCap(cap).plan(gm.graph)
+        plan = ByCap(cap).plan(GraphAnalysis(gm.graph))
         assert plan.buckets
         planned = merged_model(model_of(gm.graph, costs), plan.buckets, costs)
         assert planned is not None
-        apply_plan(gm.graph, plan)
+        apply_plan(GraphAnalysis(gm.graph), plan)
         timelines = [Timeline.of(m) for m in (planned, model_of(gm.graph, costs))]
         found += [(t.step_ms, t.compute_ms, t.peak_bytes, t.longest_run) for t in timelines]
     assert all(other == pytest.approx(found[0]) for other in found)

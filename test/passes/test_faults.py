@@ -32,6 +32,7 @@ from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder, Units
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.edits import Snapshot, unchanged_on_error
 from torch_ext_bucketing.graph.nodes import KINDS, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
@@ -450,7 +451,7 @@ UNITS = [["m.a"], ["m.b"]]
 def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
-    plan = ByUnit(Units(UNITS)).plan(gm.graph)
+    plan = ByUnit(Units(UNITS)).plan(GraphAnalysis(gm.graph))
     assert len(plan.buckets) == 4
     pack, calls = merging.pack, []
 
@@ -462,14 +463,17 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
 
     monkeypatch.setattr(merging, "pack", fails_late)
     with pytest.raises(MemoryError, match="no more"):
-        apply_plan(gm.graph, plan)
+        apply_plan(GraphAnalysis(gm.graph), plan)
     assert described(gm) == before
     assert [n.op for n in gm.graph.nodes] == [n.op for n in nodes]
     gm.graph.lint()
     gm.recompile()
     monkeypatch.undo()
     # The same plan works after the failure.
-    assert len(apply_plan(gm.graph, ByUnit(Units(UNITS)).plan(gm.graph))) == 4
+    assert (
+        len(apply_plan(GraphAnalysis(gm.graph), ByUnit(Units(UNITS)).plan(GraphAnalysis(gm.graph))))
+        == 4
+    )
     gm.graph.lint()
 
 
@@ -683,7 +687,7 @@ BAD_CAPS: dict[str, tuple[Any, type[Exception], str]] = {
 def test_bad_caps(bad):
     cap, error, match = BAD_CAPS[bad]
     refused(lambda gm: by_cap(gm, cap), error, match)
-    refused(lambda gm: ByCap(cap).plan(gm.graph), error, match)
+    refused(lambda gm: ByCap(cap).plan(GraphAnalysis(gm.graph)), error, match)
 
 
 @pytest.mark.parametrize("cap", [1e308, 10**400, 1e-300, {"unheard of": 1.0}, {}])

@@ -92,9 +92,9 @@ def test_buckets_of_a_unit_in_payload_order(fake_world):
 
     gm = tagged(trace(grads, *(torch.ones(8, n) for n in (1, 2, 3, 4))), *"abcd")
     units = Units([("d", "a"), ("c", "b")])
-    plan = ByUnit(units).plan(gm.graph)
+    plan = ByUnit(units).plan(GraphAnalysis(gm.graph))
     rank = {"d": 0, "a": 1, "c": 2, "b": 3}
-    reports = apply_plan(gm.graph, plan, lambda n: rank[tag_of(n).fqns[0]])
+    reports = apply_plan(GraphAnalysis(gm.graph), plan, lambda n: rank[tag_of(n).fqns[0]])
     assert [bucket_fqns(r) for r in reports] == [["c", "b"], ["d", "a"]]
     assert [[(m.offset, m.nbytes) for m in r.members] for r in reports] == [
         [(0, 2 * 3 * 4), (2 * 3 * 4, 2 * 2 * 4)],
@@ -135,10 +135,12 @@ def test_two_buckets_that_make_a_cycle_together(fake_world):
     for node, name in zip(reductions, ["a1", "b1", "b2", "a2"], strict=True):
         set_tag(node, Tag("reduce_scatter", (name,)))
     expected = run_all_ranks(gm, inputs)
-    plan = ByUnit(Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",)).plan(gm.graph)
+    plan = ByUnit(Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",)).plan(
+        GraphAnalysis(gm.graph)
+    )
     assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
     assert len(plan.ineligible) == 2
-    apply_plan(gm.graph, plan)
+    apply_plan(GraphAnalysis(gm.graph), plan)
     assert_same(run_all_ranks(gm, inputs), expected)
 
 
@@ -149,11 +151,11 @@ def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
         return dependent, reduce_scatter(y, group()), reduce_scatter(z, group())
 
     gm = tagged(trace(chain, *torch.ones(3, 8)), *"abcd")
-    plan = ByUnit(Units([tuple("abcd")])).plan(gm.graph)
+    plan = ByUnit(Units([tuple("abcd")])).plan(GraphAnalysis(gm.graph))
     (bucket,) = plan.buckets
     assert [tag_of(m).fqns[0] for m in bucket.members] == ["a", "c", "d"]
     assert plan.splits
-    apply_plan(gm.graph, plan)
+    apply_plan(GraphAnalysis(gm.graph), plan)
     assert GraphAnalysis(gm.graph).counts == {"reduce_scatter": 2}
 
 
@@ -165,7 +167,7 @@ def test_same_gather_twice_is_one(fake_world):
     gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
     expected = run_all_ranks(gm, inputs)
     combine_uses(gm.graph)
-    apply_plan(gm.graph, ByUnit(Units([("a", "b")])).plan(gm.graph))
+    apply_plan(GraphAnalysis(gm.graph), ByUnit(Units([("a", "b")])).plan(GraphAnalysis(gm.graph)))
     (bucket,) = collectives(gm)
     assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]
     assert_same(run_all_ranks(gm, inputs), expected)

@@ -23,6 +23,7 @@ from random_graphs import (
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import merge_buckets
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.liveness import LiveBytes
 from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.graph.tags import tag_of
@@ -56,7 +57,7 @@ def both(graph: fx.Graph, plan: MergePlan, machine: Machine = SLOW) -> tuple[Mod
     costs = Costs(machine)
     planned = merged_model(model_of(graph, costs).without_views(), plan.buckets, costs)
     assert planned is not None
-    merge_buckets(graph, plan)
+    merge_buckets(GraphAnalysis(graph), plan)
     return planned, model_of(graph, costs)
 
 
@@ -92,7 +93,7 @@ def bytes_left(model: Model) -> int:
 @settings(max_examples=200)
 def test_times_are_those_of_the_merged_graph(seed, size, cap):
     gm = random_graph(seed, size, ["0"], share=False)
-    plan = ByCap(cap / 2**20, eligible=lambda start: True).plan(gm.graph)
+    plan = ByCap(cap / 2**20, eligible=lambda start: True).plan(GraphAnalysis(gm.graph))
     planned, merged = both(gm.graph, plan)
     check_is_model(planned)
     ours, theirs = Timeline.of(planned), Timeline.of(merged)
@@ -119,7 +120,9 @@ def test_fused_gradient_is_written_into_its_bucket():
     gm = b.finish(
         [b.call(C10D.wait_tensor.default, (s,), 256 // WORLD, torch.float32) for s in starts]
     )
-    plan = ByCap(1.0, kinds=("reduce_scatter",), eligible=lambda start: True).plan(gm.graph)
+    plan = ByCap(1.0, kinds=("reduce_scatter",), eligible=lambda start: True).plan(
+        GraphAnalysis(gm.graph)
+    )
     assert plan.buckets
     planned, merged = both(gm.graph, plan, replace(SLOW, fuses=True))
     moved = 2 * 3 * 4 * 256  # two products of two values each
@@ -130,7 +133,7 @@ def test_fused_gradient_is_written_into_its_bucket():
 @pytest.mark.parametrize("cap", [300, 900, 10**6])
 def test_live_bytes_are_those_of_the_merged_graph(cap):
     gm = layered_graph(600, 60, ["0", "0"], share=False)
-    planned, merged = both(gm.graph, ByCap(cap / 2**20).plan(gm.graph))
+    planned, merged = both(gm.graph, ByCap(cap / 2**20).plan(GraphAnalysis(gm.graph)))
     check_is_model(planned)
     assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
     assert planned.liveness.at_start == merged.liveness.at_start
@@ -149,7 +152,7 @@ POLICIES = [Overlap(), PeakMemory(ratio=1.1), MaxComputeRun(3)]
 @pytest.mark.parametrize("cap", [0.05, 0.3, 100.0])
 def test_schedules_of_a_traced_model(traced, stage, cap):
     graph = copy.deepcopy(traced[stage]).graph
-    plan = ByCap(cap, kinds=("all_gather", "reduce_scatter")).plan(graph)
+    plan = ByCap(cap, kinds=("all_gather", "reduce_scatter")).plan(GraphAnalysis(graph))
     assert plan.buckets
     planned, merged = both(graph, plan)
     check_is_model(planned)
@@ -165,7 +168,7 @@ def test_schedules_of_a_traced_model(traced, stage, cap):
 def test_no_order_depends_on_views(traced, stage):
     graph = copy.deepcopy(traced[stage]).graph
     costs, bound = Costs(), PeakMemory(ratio=1.1)
-    plan = ByCap(0.3, kinds=("all_gather", "reduce_scatter")).plan(graph)
+    plan = ByCap(0.3, kinds=("all_gather", "reduce_scatter")).plan(GraphAnalysis(graph))
     viewed = model_of(graph, costs)
     alone = [merged_model(m, plan.buckets, costs) for m in (viewed, viewed.without_views())]
     assert len(alone[1]) < 0.8 * len(alone[0])
@@ -197,7 +200,7 @@ def test_the_search_chooses_as_it_would_by_merging(traced, stage, monkeypatch):
 
 def test_a_bucket_is_found_by_the_parameters_of_all_its_members(traced):
     graph = traced["forward"].graph
-    plan = ByCap(0.3, kinds=("all_gather",)).plan(graph)
+    plan = ByCap(0.3, kinds=("all_gather",)).plan(GraphAnalysis(graph))
     costs = Costs()
     model = merged_model(model_of(graph, costs), plan.buckets, costs)
     assert model is not None
@@ -251,7 +254,7 @@ def test_members_on_both_sides_of_a_side_effect_are_tried_by_merging():
     b.graph.call_function(torch.manual_seed, (0,))
     gm = b.finish([first, b.collective("reduce_scatter", q, "0")])
     options = {"eligible": lambda start: True}
-    plan = ByCap(1.0, **options).plan(gm.graph)
+    plan = ByCap(1.0, **options).plan(GraphAnalysis(gm.graph))
     costs = Costs()
     assert [len(bucket.members) for bucket in plan.buckets] == [2]
     assert merged_model(model_of(gm.graph, costs), plan.buckets, costs) is None

@@ -289,7 +289,10 @@ def test_runs_between_reduce_scatters_are_capped(bucketed):
     old = {n.name for n in gm.graph.nodes if kind_of(n)}
     if bucketed:
         two = 2 * DIM * DIM * 4 / 2**20
-        apply_plan(gm.graph, ByCap(two, eligible=lambda start: True).plan(gm.graph))
+        apply_plan(
+            GraphAnalysis(gm.graph),
+            ByCap(two, eligible=lambda start: True).plan(GraphAnalysis(gm.graph)),
+        )
         assert old.isdisjoint(n.name for n in gm.graph.nodes)
     report = schedule(gm, MaxComputeRun(4))
     assert report.longest_run == (16, 4)
@@ -380,7 +383,10 @@ def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, 
     inputs = real_inputs(gm)
     expected = run_all_ranks(gm, inputs)
     if merge:
-        apply_plan(gm.graph, ByCap(1.0, eligible=lambda start: True).plan(gm.graph))
+        apply_plan(
+            GraphAnalysis(gm.graph),
+            ByCap(1.0, eligible=lambda start: True).plan(GraphAnalysis(gm.graph)),
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BoundNotKeptWarning)
         report = schedule(gm, [Overlap(), MaxComputeRun(2), PeakMemory(ratio=ratio)])
@@ -626,7 +632,10 @@ def real_tensor(fake: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -
 def test_estimated_peak_equals_a_run_on_the_demo_model(stage: str, bucketed: bool):
     gm = demo_graphs()[stage]
     if bucketed:
-        apply_plan(gm.graph, ByCap(0.2, kinds=("all_gather", "reduce_scatter")).plan(gm.graph))
+        apply_plan(
+            GraphAnalysis(gm.graph),
+            ByCap(0.2, kinds=("all_gather", "reduce_scatter")).plan(GraphAnalysis(gm.graph)),
+        )
         schedule(gm, [Overlap(), PeakMemory(ratio=1.6)])
     donated = donated_by_autograd(gm.graph)
     storages: dict[int, torch.UntypedStorage] = {}
@@ -705,7 +714,7 @@ def test_of_equal_steps_that_of_the_fewest_collectives_is_taken():
 @pytest.mark.parametrize("graph", [lambda: forward_graph(8), lambda: backward_graph(6)])
 def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
     gm = graph()
-    planner = CapPlanner(gm.graph, ByCap(eligible=lambda start: True))
+    planner = CapPlanner(GraphAnalysis(gm.graph), ByCap(eligible=lambda start: True))
     search = _Search(BySearch((Overlap(),), machine=on), planner)
     found = []
     for cap in (0.01, 0.05, 0.1, 1.0):

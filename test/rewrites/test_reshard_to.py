@@ -200,7 +200,7 @@ def check_the_primary_group(backward):
     """Check that the primary group includes gathers in its smaller group."""
     scatter = next(n for n in backward.graph.nodes if kind_of(n) == "reduce_scatter")
     for groups in (None, "primary", [group_name(scatter)]):
-        plan = ByCap(2.0**20, groups=groups).plan(backward.graph)
+        plan = ByCap(2.0**20, groups=groups).plan(GraphAnalysis(backward.graph))
         members = Counter((b.kind, group_size(b.members[0]), len(b.members)) for b in plan.buckets)
         assert members == {("all_gather", 2, READ): 1, ("reduce_scatter", 4, ALL): 1}
         assert not plan.ineligible

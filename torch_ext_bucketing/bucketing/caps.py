@@ -88,7 +88,7 @@ class ByCap:
             raise ValueError(f"max_compute_run must be a whole number of at least 1, got {run!r}")
         check_caps(self.cap_mb)
 
-    def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
+    def plan(self, analysis: GraphAnalysis) -> MergePlan:
         """Plan a graph; ``buckets`` and ``unmerged`` give the reasons why buckets were closed.
 
         Raises:
@@ -97,7 +97,6 @@ class ByCap:
             RuntimeError: ``eligible`` or a cap callable failed (the cause is chained), changed the
                 graph or communicated; a symbolic size has no hint (torch's own).
         """
-        analysis = GraphAnalysis.of(graph)
         caps = list(self.cap_mb.values()) if isinstance(self.cap_mb, Mapping) else [self.cap_mb]
         cap_mb = next(filter(callable, caps), None)
         with reading_only(analysis.graph, cap_mb=cap_mb, eligible=self.eligible):
@@ -112,8 +111,8 @@ class CapPlanner:
             :func:`.reading_only`.
     """
 
-    def __init__(self, graph: fx.Graph | GraphAnalysis, options: ByCap) -> None:
-        self.analysis = analysis = GraphAnalysis.of(graph)
+    def __init__(self, analysis: GraphAnalysis, options: ByCap) -> None:
+        self.analysis = analysis
         self._contracted = Contraction(analysis)
         self._non_adjacent = options.non_adjacent
         mergeable, self._left, counts = _candidates(analysis, options.kinds, options.eligible)
@@ -202,8 +201,8 @@ def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
     nodes = analysis.nodes
     sources: dict[fx.Node, list[fx.Node]] = {}  # placeholders that lead to a node, two at most
     for node in nodes:
-        found = dict.fromkeys(s for arg in node.all_input_nodes for s in sources[arg])
-        sources[node] = [node] if node.op == "placeholder" else list(found)[:2]
+        above = dict.fromkeys(s for arg in node.all_input_nodes for s in sources[arg])
+        sources[node] = [node] if node.op == "placeholder" else list(above)[:2]
     only_outputs: dict[fx.Node, bool] = {}
     for node in reversed(nodes):
         only_outputs[node] = all(

@@ -396,7 +396,7 @@ def merge_and_report(
 
 
 def apply_plan(
-    graph: fx.Graph | GraphAnalysis, plan: MergePlan, payload_key: PayloadKey | None = None
+    analysis: GraphAnalysis, plan: MergePlan, payload_key: PayloadKey | None = None
 ) -> list[BucketReport]:
     """Merge the buckets of a plan and sort the graph topologically.
 
@@ -406,7 +406,7 @@ def apply_plan(
         rs(a) w use ... rs(b) w use        ... ... RS(a, b) W split use use
 
     Args:
-        graph: unchanged since it was planned.
+        analysis: of the graph, which has not changed since it was planned.
         payload_key: sort key of start nodes for the payload, ascending, ties in graph order. A
             bucket with a member whose key is None keeps graph order. The callable runs once per
             member, before anything changes, and must not change the graph.
@@ -418,7 +418,7 @@ def apply_plan(
         RuntimeError: ``payload_key`` failed at a node, returned keys that have no order, changed
             the graph or communicated; or a symbolic size has no hint. The graph is as it was.
     """
-    analysis, keys, packed_by = GraphAnalysis.of(graph), None, GRAPH_ORDER
+    keys, packed_by = None, GRAPH_ORDER
     if payload_key is not None:
         keys = _payload_keys(analysis.graph, plan, payload_key)
         packed_by = str(getattr(payload_key, "__qualname__", type(payload_key).__qualname__))
@@ -427,13 +427,12 @@ def apply_plan(
 
 
 def merge_buckets(
-    graph: fx.Graph | GraphAnalysis,
+    analysis: GraphAnalysis,
     plan: MergePlan,
     keys: Mapping[fx.Node, Any] | None = None,
     packed_by: str = GRAPH_ORDER,
 ) -> list[BucketReport]:
     """Do what :func:`apply_plan` does, with known keys and without restoring the graph on error."""
-    analysis = GraphAnalysis.of(graph)
     graph, position = analysis.graph, dict(analysis.position)
     reports = []
     for bucket in plan.buckets:
@@ -500,8 +499,8 @@ def _apply_bucket(
         mark_backward(new_nodes)
     closed = (bucket.closed_by, bucket.detail, bucket.wire_bytes, bucket.cap_bytes)
     without = tuple(", ".join(m.fqns) or m.start.name for m in keyless)
-    found = (*wire, start.name, tuple(layout), *closed, packed_by, without)
-    return BucketReport(bucket.kind, bucket.unit, *found)
+    fields = (*wire, start.name, tuple(layout), *closed, packed_by, without)
+    return BucketReport(bucket.kind, bucket.unit, *fields)
 
 
 def _hoist_inputs(

@@ -1,12 +1,8 @@
-"""Choose the process groups to bucket: all, by name, or the primary group.
-
-Merge plans, and the protocol for planners.
+"""Merge plans, their check, the protocol for planners, and the plan by unit.
 
 Planners are :class:`.ByUnit` (one bucket per unit), :class:`.ByCap` (buckets up to a byte cap),
-:class:`.BySearch` (the byte caps of the fastest schedule), and users' own.
-:mod:`.bucketing.merge` applies plans.
-
-Plan buckets by unit.
+:class:`.BySearch` (the byte caps of the fastest schedule), and users' own. :mod:`.bucketing.pack`
+applies plans.
 """
 
 from __future__ import annotations
@@ -200,13 +196,12 @@ class ByUnit:
     units: Units
     kinds: Collection[Kind] = FSDP_KINDS
 
-    def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
+    def plan(self, analysis: GraphAnalysis) -> MergePlan:
         """Plan a graph.
 
         Raises:
             ValueError: the graph is not in topological order.
         """
-        analysis = GraphAnalysis.of(graph)
         uncovered: dict[str, None] = {}
         left: list[LeftAlone] = []
         groups: dict[tuple[int, Any, bool], list[Collective]] = {}
@@ -225,7 +220,7 @@ class ByUnit:
             # free in between: don't merge that gather with forward's.
             again = c.kind == "all_gather" and c.in_backward
             groups.setdefault((unit, c.key, again), []).append(c)
-        plan = merge_groups(analysis, ((unit, found) for (unit, *_), found in groups.items()))
+        plan = merge_groups(analysis, ((unit, mine) for (unit, *_), mine in groups.items()))
         left += plan.ineligible
         return replace(plan, uncovered=tuple(uncovered), ineligible=tuple(left))
 

@@ -1,23 +1,18 @@
-"""Check which collectives can be members of a bucket.
+"""Share the facts about one state of a graph among planning, merging, searching and reports.
 
-Record the facts about each collective of a graph for planning, merging and reports.
-
-Share facts about one state of a graph among planning, searching and scheduling.
-
-All three need dependencies, writes and live bytes. Computing each of these takes a pass over the
-graph or more, and the result is valid as long as the graph does not change::
+Each fact takes a pass over the graph or more, and holds as long as the graph does not change::
 
     analysis = GraphAnalysis(graph)
     ByCap(25.0).plan(analysis)          writes
     BySearch(policies).plan(analysis)   writes, dependencies, live bytes
-    apply_plan(graph, plan)             the analysis is outdated now
+    apply_plan(analysis, plan)          the analysis is outdated now
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -33,10 +28,8 @@ from .fusion import Fused, fused
 from .liveness import Storages, storages_of, with_fused
 from .nodes import (
     KINDS,
-    GraphLike,
     Kind,
     bucket_key,
-    graph_of,
     group_name,
     group_size,
     is_collective,
@@ -84,7 +77,7 @@ def unmergeable(start: fx.Node) -> str:
 
 _c10d = torch.ops._c10d_functional
 
-_ADDED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 UNTAGGED = "it serves no known parameter"
 """Why a collective without a tag is in no bucket."""
@@ -154,27 +147,6 @@ class Collective:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def gradient_sums(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
-    """Select the reductions that add gradients over data-parallel ranks.
-
-    This excludes an all-reduce inside one data-parallel rank, such as tensor parallelism's, whose
-    result another reduction of the same parameter adds. Eager FSDP2 leaves that to the process
-    group, too.
-    """
-    found = {start: c for start, c in collectives.items() if _adds_gradients(c)}
-    groups: dict[str, dict[str, None]] = {}
-    for c in found.values():
-        for fqn in c.fqns:
-            groups.setdefault(fqn, {})[c.group] = None
-    ranks = {group: ranks_of(group) for of_one in groups.values() for group in of_one}
-
-    def inside(c: Collective) -> bool:
-        others = (group for fqn in c.fqns for group in groups[fqn])
-        return any(is_inside(ranks[c.group], ranks[other]) for other in others)
-
-    return {n: c for n, c in found.items() if c.kind != "all_reduce" or not inside(c)}
-
-
 def _adds_gradients(c: Collective) -> bool:
     return (
         c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
@@ -182,7 +154,7 @@ def _adds_gradients(c: Collective) -> bool:
         and c.reduce_op in ("sum", "avg")
         and isinstance(value := c.start.meta.get("val"), torch.Tensor)
         and "val" in c.start.all_input_nodes[0].meta
-        and value.dtype in _ADDED
+        and value.dtype in _FLOATS
         and not c.start.kwargs
         and c.ranks > 1
         and only_wait(c.start) is not None
@@ -218,11 +190,6 @@ class GraphAnalysis:
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.kinds: dict[fx.Node, Kind] = {n: k for n in self.nodes if (k := kind_of(n))}
 
-    @staticmethod
-    def of(graph: GraphLike | GraphAnalysis) -> GraphAnalysis:
-        """Return an analysis as it is; analyze a graph, without size hints."""
-        return graph if isinstance(graph, GraphAnalysis) else GraphAnalysis(graph_of(graph))
-
     @cached_property
     def stage(self) -> str:
         return stage_of(self.graph)
@@ -230,8 +197,8 @@ class GraphAnalysis:
     @cached_property
     def counts(self) -> dict[str, int]:
         """Number of collectives of each kind in the graph."""
-        found = Counter[str](self.kinds.values())
-        return {kind: found[kind] for kind in KINDS if found[kind]}
+        number = Counter[str](self.kinds.values())
+        return {kind: number[kind] for kind in KINDS if number[kind]}
 
     @cached_property
     def collectives(self) -> dict[fx.Node, Collective]:
@@ -240,8 +207,24 @@ class GraphAnalysis:
 
     @cached_property
     def gradient_sums(self) -> dict[fx.Node, Collective]:
-        """The reductions that add gradients, by start; see :func:`.gradient_sums`."""
-        return gradient_sums(self.collectives)
+        """The reductions that add gradients over data-parallel ranks, by start.
+
+        This excludes an all-reduce inside one data-parallel rank, such as tensor parallelism's,
+        whose result another reduction of the same parameter adds. Eager FSDP2 leaves that to the
+        process group, too.
+        """
+        sums = {start: c for start, c in self.collectives.items() if _adds_gradients(c)}
+        groups: dict[str, dict[str, None]] = {}
+        for c in sums.values():
+            for fqn in c.fqns:
+                groups.setdefault(fqn, {})[c.group] = None
+        ranks = {group: ranks_of(group) for of_one in groups.values() for group in of_one}
+
+        def inside(c: Collective) -> bool:
+            others = (group for fqn in c.fqns for group in groups[fqn])
+            return any(is_inside(ranks[c.group], ranks[other]) for other in others)
+
+        return {n: c for n, c in sums.items() if c.kind != "all_reduce" or not inside(c)}
 
     @cached_property
     def groups(self) -> dict[fx.Node, str]:
@@ -308,9 +291,9 @@ class GraphAnalysis:
         """The kernels that Inductor makes of the movable nodes, if it does."""
         if not self.fuses:
             return None
-        found = fused(self.dependencies.nodes, self.result_bytes, self.free)
-        found.within.update(unused(self.dependencies.nodes))  # Inductor drops them
-        return found
+        kernels = fused(self.dependencies.nodes, self.result_bytes, self.free)
+        kernels.within.update(unused(self.dependencies.nodes))  # Inductor drops them
+        return kernels
 
     def result_bytes(self, node: fx.Node) -> int:
         """Count the bytes of the tensors that a node returns."""

@@ -499,7 +499,7 @@ class _Search:
         # Members stand on both sides of a side effect. Merging may move them past it, which a model
         # does not allow: merge a copy of the graph.
         copy, copied = _copied(self._analysis.graph, plan)
-        merge_buckets(copy, copied)
+        merge_buckets(GraphAnalysis(copy), copied)
         if self._accumulate is not None:
             reduce_by_all_to_all(copy, self._accumulate)
         external, fuses = self._analysis.external_live_bytes, self._analysis.fuses
