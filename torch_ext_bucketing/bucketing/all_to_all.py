@@ -56,7 +56,7 @@ def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
     dtype = value.meta["val"].dtype
     w = Writer(graph, [start])
     with graph.inserting_before(start):
-        # The shape of what is read after the wait; sizes that depend on data are nodes here.
+        # Output shape; sizes that depend on data are fx nodes.
         shape = w.shape(value)
         if kind == "reduce_scatter":
             shape = [w.divided(shape[0], ranks), *shape[1:]]

@@ -168,7 +168,7 @@ class Contraction:
             return
         bits = _bits(members)
         for old in dict.fromkeys(self._bucket_of[i] for i in bits if i in self._bucket_of):
-            # It is a part of this bucket now, so what needs it needs more than before.
+            # The old bucket is absorbed; invalidate the closures that reach it.
             for closed in self._closed:
                 closed.settled &= ~old.members
             self._closed.remove(old)

@@ -1,4 +1,4 @@
-r"""Write a bucket's nodes: pack the members, launch one collective, unpack the results.
+r"""Merge each bucket of a plan: pack the members, launch one collective, unpack the results.
 
 ``flat`` and ``rows`` are views where the layout allows it, and copies otherwise. ``p`` is the
 number of elements of all members, ``n`` the number of ranks::
@@ -34,8 +34,6 @@ On CUDA, Inductor fuses packing (``cat``, cast and copy) of up to 8 members into
 gathered ones are concatenated in one, and cast and copied in another; a reduced one is a kernel,
 unless what computes it writes into the buffer. Each gathered parameter's ``clone`` is a kernel,
 unless it fuses into its reader.
-
-Apply a plan: merge each bucket into one collective.
 """
 
 from __future__ import annotations

@@ -108,13 +108,13 @@ class Extension:
             for rank in dict.fromkeys((0, min(self.shape[0] // max(rows, 1), last), last)):
                 shard = _shard(full, rank, self.ranks)
                 inputs, metadata = self._pair(shard, _METHODS[0], self.arguments)
-                found = [(x.shape, x.dtype) for x in inputs]
-                first = first or found
-                if found != first:
+                layout = [(x.shape, x.dtype) for x in inputs]
+                first = first or layout
+                if layout != first:
                     raise ValueError(
                         f"{self.what}: its {self.shape[0]} rows are sharded unevenly over "
                         f"{self.ranks} ranks, and fsdp_pre_all_gather gives tensors of "
-                        f"{_listed(first)} on one and of {_listed(found)} on another: it must pad "
+                        f"{_listed(first)} on one and of {_listed(layout)} on another: it must pad "
                         f"them to {rows} rows, or the parameter have a multiple of {self.ranks}"
                     )
                 outputs = tuple(self._all_gather(x) for x in inputs)
@@ -186,5 +186,5 @@ def _as_known(value: torch.Tensor) -> torch.Tensor:
     return value.view(torch.uint8) if small else value
 
 
-def _listed(found: list[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(str(tuple(shape)) for shape, _ in found)
+def _listed(layout: list[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(str(tuple(shape)) for shape, _ in layout)

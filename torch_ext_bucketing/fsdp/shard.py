@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 import torch.nn as nn
@@ -156,18 +156,12 @@ class Layout:
         return Extension(name, param, module, mesh, self.param_dtype, self.reduce_dtype)
 
 
-class Gate(Protocol):
-    """Decides whether reading a parameter gathers it yet."""
-
-    running: bool
-
-
 def distribute_parameters(
     roots: Sequence[nn.Module],
     layouts: Mapping[nn.Parameter, Layout],
     *,
     from_first: bool,
-    gate: Gate | None = None,
+    gate: Any = None,
 ) -> None:
     """Replace parameters below ``roots`` by shards that are gathered when they are read.
 
@@ -176,7 +170,8 @@ def distribute_parameters(
         layouts: the parameters to shard.
         from_first: distribute the values of rank 0; otherwise each rank takes its part of its own
             values, as ``fully_shard`` does.
-        gate: until it runs, reading a parameter outside of a compile returns the shard.
+        gate: a :class:`.Unit`, or None. Until ``gate.running``, reading a parameter outside of a
+            compile returns the shard.
     """
     torch.compiler.allow_in_graph(attach)
     places = [place for root in roots for place in parameters_by_name(root)]
@@ -191,12 +186,12 @@ def distribute_parameters(
         distributed[param] = nn.Parameter(shard, requires_grad=param.requires_grad)
     for module in dict.fromkeys(module for root in roots for module in root.modules()):
         own = module.named_parameters(recurse=False, remove_duplicate=False)
-        found = {name: param for name, param in own if param in layouts}
-        for name, param in found.items():
+        sharded = {name: param for name, param in own if param in layouts}
+        for name, param in sharded.items():
             unshard = _Unshard(layouts[param], param.shape, extensions.get(param), gate)
             module.__dict__.setdefault("_unshards", {})[name] = unshard
             module._parameters[name] = distributed[param]
-        if found:
+        if sharded:
             change_class(module)
 
 
@@ -212,25 +207,25 @@ def change_class(module: nn.Module, *bases: type) -> None:
 
 
 def ignored_extensions(model: nn.Module) -> dict[str, str]:
-    """Find parameters whose all-gather extensions the model's sharding ignores.
+    """Map parameters to their classes, where the model's sharding ignores all-gather extensions.
 
-    :func:`data_parallel` calls them, other SimpleFSDPs do not. Maps FQNs to names of classes.
+    :func:`data_parallel` calls them, other SimpleFSDPs do not.
     """
-    found = {}
+    ignored = {}
     for path, module in model.named_modules():
         unshards = module.__dict__.get("_unshards", {})
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             shard = shard_of(param)
             if name not in unshards and extends_gather(shard) and placed(param)[0]:
-                found[canonical_fqn(f"{path}.{name}".lstrip("."))] = type(shard.data).__name__
-    return found
+                ignored[canonical_fqn(f"{path}.{name}".lstrip("."))] = type(shard.data).__name__
+    return ignored
 
 
 class _Unshard:
     """Gathers one sharded parameter, a ``DTensor``, to the full, plain tensor."""
 
     def __init__(
-        self, layout: Layout, shape: torch.Size, extension: Extension | None, gate: Gate | None
+        self, layout: Layout, shape: torch.Size, extension: Extension | None, gate: Any
     ) -> None:
         self.layout = layout
         self.dim, self.shard_size = layout.dim, layout.shards
@@ -415,11 +410,11 @@ def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDic
     Every sharded parameter has an entry, even without a parametrization. An appended one gets the
     gathered tensor. The entries become a part of the module with the first one appended.
     """
-    found = nn.ModuleDict(module._modules.get("parametrizations"))  # type: ignore[arg-type]
+    steps = nn.ModuleDict(module._modules.get("parametrizations"))  # type: ignore[arg-type]
     for name in names:
-        if name not in found:
-            found[name] = _Steps(lambda: module._modules.update(parametrizations=found))
-    return found
+        if name not in steps:
+            steps[name] = _Steps(lambda: module._modules.update(parametrizations=steps))
+    return steps
 
 
 class _Steps(nn.ModuleList):
@@ -474,8 +469,8 @@ def attach(
     """Connect ``full``, which was gathered from ``shard``, to it: backward reduces the gradient."""
     # Dynamo does not trace into this. It would require the parameter's class and dtype of the
     # gradient.
-    found: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full)
-    return found
+    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full)
+    return attached
 
 
 class _ReduceLate(torch.autograd.Function):

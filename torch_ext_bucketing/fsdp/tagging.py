@@ -1,6 +1,4 @@
-"""Find the nodes between a parameter and its uses, through its all-gather.
-
-Find the parameters that each collective of a joint graph serves.
+"""Find the parameters that each collective of a joint graph serves, and the nodes in between.
 
 Tags (:mod:`.tags`) are set on the joint forward+backward graph, the only one where AOTAutograd's
 descriptors identify the parameters among the inputs and their gradients among the outputs::
@@ -89,11 +87,9 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def read_in_forward(chains: Chains) -> dict[fx.Node, None]:
-    """Find the all-gathers of a joint graph that forward reads.
-
-    Keeping the results of others, such as data scaled along other rows for products of backward,
-    would take memory and save nothing.
-    """
+    """Find the all-gathers of a joint graph that forward reads."""
+    # Keeping the results of others, such as data scaled along other rows for products of backward,
+    # would take memory and save nothing.
     if not chains:
         return {}
     forward = Halves(next(iter(chains)).graph).forward
@@ -192,12 +188,12 @@ def tag_joint_graph(
 
 def named_inputs(graph: fx.Graph, fqn_of: FqnOf | None) -> dict[str, fx.Node]:
     """Map parameters to their inputs, the shard's where a parameter is several tensors."""
-    found: dict[str, fx.Node] = {}
+    inputs: dict[str, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         name = _name_of(node, fqn_of)
         if name is not None and isinstance(node.meta.get("val"), torch.Tensor):
-            found.setdefault(name, node)
-    return found
+            inputs.setdefault(name, node)
+    return inputs
 
 
 def gradients_of(
@@ -207,8 +203,8 @@ def gradients_of(
 
     Of a gradient that is several values, such as a shard and its mesh, these are the tensors.
     """
-    found = _gradient_outputs(list(graph.nodes), fqn_of, grad_fqns)
-    return [(n, fqn) for n, fqn in found if isinstance(n.meta.get("val"), torch.Tensor)]
+    outputs = _gradient_outputs(list(graph.nodes), fqn_of, grad_fqns)
+    return [(n, fqn) for n, fqn in outputs if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
 def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
@@ -230,28 +226,25 @@ def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
 def _parameters_of_nodes(
     nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, str | None]
 ) -> dict[fx.Node, dict[str, None]]:
-    """Map nodes that only rearrange parameters to these, in order of appearance.
-
-    Constants map to none. Activations are left out.
-    """
-    found: dict[fx.Node, dict[str, None]] = {
+    """Map nodes that only rearrange parameters to these; constants to none, activations not."""
+    made_of: dict[fx.Node, dict[str, None]] = {
         node: {fqn: None} for node, fqn in inputs.items() if fqn is not None
     }
     gathered: set[fx.Node] = set()
     for node in nodes:
         args = node.all_input_nodes
         if node.target in CONSTANTS:
-            found[node] = {}
-        elif node.op == "call_function" and all(arg in found for arg in args):
-            fqns = union(found, args)
+            made_of[node] = {}
+        elif node.op == "call_function" and all(arg in made_of for arg in args):
+            fqns = union(made_of, args)
             # A parameter that is sharded over two mesh dimensions is gathered twice.
             if kind_of(node) == "all_gather" or not gathered.isdisjoint(args):
                 gathered.add(node)
             # All-gather extensions compute 8-bit data and scales from one shard.
             one_shard = len(fqns) == 1 and node not in gathered
             if is_move(node) or kind_of(node) == "all_gather" or one_shard:
-                found[node] = fqns
-    return found
+                made_of[node] = fqns
+    return made_of
 
 
 def _gradients_ahead(
@@ -259,10 +252,9 @@ def _gradients_ahead(
     inputs: Mapping[fx.Node, str | None],
     outputs: Iterable[tuple[fx.Node, str]],
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Map nodes to the parameters whose gradient they become.
+    """Map nodes to the parameters whose gradient they become, in the order of the inputs.
 
-    Only collectives, moves, sums and scaling stand between. Parameters are in the order of the
-    graph's inputs, like the parts of fused weights in a gather.
+    Only collectives, moves, sums and scaling stand between.
     """
     ahead: dict[fx.Node, dict[str, None]] = {}
     for value, fqn in outputs:

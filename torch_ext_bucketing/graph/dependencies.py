@@ -1,25 +1,14 @@
-"""Find writes to tensors and nodes that may share memory, which a graph's edges do not show.
-
-Both are read from the operators' schemas. :mod:`.contraction` prevents merging from moving nodes
-past a write, :mod:`.dependencies` prevents reordering from it.
-
-Find the calls that may run twice: their results depend on nothing but their inputs.
-
-That is known of torch's own operators, whose tags and schemas torch tests, and of others with a tag
-that describes the values of their results. Any other operator may draw random numbers, read state
-that changes, or write to it, whatever its schema declares.
-
-Compute the dependencies between a graph's nodes, with those that its edges do not show.
+"""Compute the dependencies between a graph's nodes, with those that its edges do not show.
 
 A node depends on its inputs. In addition, these nodes keep their order:
 
-- A write to a tensor, and every node that touches the tensor before or after it (:mod:`.writes`). A
-  collective reads its input until its wait::
+- A write to a tensor, and every node that touches the tensor before or after it (:class:`Writes`,
+  read from operators' schemas). A collective reads its input until its wait::
 
       start(p) -> wait        copy_(p, new)        copy_ stays after wait, not only after start
 
 - Calls that draw random numbers from the generator's state, among themselves. Operators that are
-  not known to be pure (:mod:`.purity`) count: one without tags may draw, or read and write state.
+  not known to be pure (:func:`is_known`) count: one without tags may draw, or read and write state.
 - An assertion on a size or another number, and the nodes after it that use the number, or the
   tensor whose size it is. They must not run unchecked.
 - The marks of profiled ranges, among themselves. After scheduling, a range no longer shows where
@@ -218,7 +207,12 @@ FUNCTIONAL = frozenset(
 
 
 def is_known(node: fx.Node) -> bool:
-    """Return whether schema and tags show all that a call does, and those of calls inside it."""
+    """Return whether schema and tags show all that a call does, and those of calls inside it.
+
+    That holds for torch's own operators, whose tags and schemas torch tests, and for others with a
+    tag that describes the values of their results. Any other operator may draw random numbers, read
+    state that changes, or write to it, whatever its schema declares.
+    """
     target = node.target
     if node.op != "call_function":
         return node.op != "call_module"
@@ -238,12 +232,12 @@ def _declares(target: object) -> bool:
 
 def _inside(node: fx.Node) -> list[fx.Node]:
     """List the nodes of the graphs that a higher-order operator gets."""
-    owner, found = node.graph.owning_module, list[fx.Node]()
+    owner, inside = node.graph.owning_module, list[fx.Node]()
     for given in node.all_input_nodes:
         inner = given.op == "get_attr" and getattr(owner, str(given.target), None)
         if isinstance(inner, fx.GraphModule):
-            found += inner.graph.nodes
-    return found
+            inside += inner.graph.nodes
+    return inside
 
 
 def may_run_twice(node: fx.Node) -> bool:
@@ -321,8 +315,8 @@ class Dependencies(Precedence):
                     raise ValueError(f"{node.name} stands before its input {arg.name}")
             before.add(node)
             if node in self.index:
-                found = (self.index.get(arg) for arg in node.all_input_nodes)
-                needs.append(dict.fromkeys(at for at in found if at is not None))
+                places = (self.index.get(arg) for arg in node.all_input_nodes)
+                needs.append(dict.fromkeys(at for at in places if at is not None))
         self._order_writes(writes, needs)
         self._order_assertions(needs)
         self._order_chains(needs)
@@ -384,16 +378,14 @@ class Dependencies(Precedence):
 
 
 def unused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Find nodes, among all of a graph, that change neither its results nor anything else.
-
-    torch's partitioner leaves some, such as the inputs of a collective that it removed. Inductor
-    generates no code for them.
-    """
-    found: set[fx.Node] = set()
+    """Find nodes, among all of a graph, that change neither its results nor anything else."""
+    # torch's partitioner leaves some, such as the inputs of a collective that it removed. Inductor
+    # generates no code for them.
+    idle: set[fx.Node] = set()
     for node in reversed(nodes):
-        if node.op == "call_function" and found.issuperset(node.users) and not _acts(node):
-            found.add(node)
-    return found
+        if node.op == "call_function" and idle.issuperset(node.users) and not _acts(node):
+            idle.add(node)
+    return idle
 
 
 def _acts(node: fx.Node) -> bool:
@@ -430,14 +422,14 @@ def _asserted(assertion: fx.Node) -> list[fx.Node]:
     Numbers that are inputs of the graph do not count if other numbers are compared with them. They
     are known before the graph runs, and nearly all nodes use the batch size.
     """
-    found: dict[fx.Node, None] = {}
+    checked: dict[fx.Node, None] = {}
     given, made = [], False
     stack = list(assertion.all_input_nodes)
     while stack:
         node = stack.pop()
-        if node in found:
+        if node in checked:
             continue
-        found[node] = None
+        checked[node] = None
         if node.op == "placeholder" and is_number(node):
             given.append(node)
         elif is_number(node) and node.target not in _READ_CONTENTS:
@@ -445,8 +437,8 @@ def _asserted(assertion: fx.Node) -> list[fx.Node]:
         else:
             made = True
     for node in given if made else ():
-        del found[node]
-    return list(found)
+        del checked[node]
+    return list(checked)
 
 
 def _is_profiler_mark(node: fx.Node) -> bool:

@@ -1,6 +1,4 @@
-"""Find calls in a graph, and insert calls with their fake values.
-
-Restore a graph after an error, or after a hook that changed it.
+"""Insert calls with their fake values, and restore a graph that an error or a hook changed.
 
 ::
 
@@ -36,10 +34,7 @@ def contiguous_copy(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def evaluate(node: fx.Node, mode: Any = None) -> Any:
-    """Compute a node's fake value from its inputs' values.
-
-    Runs under ``mode``, or else under the fake mode of the first fake input.
-    """
+    """Compute a node's fake value under ``mode``, or else under that of the first fake input."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     modes = (m for a in args if (m := getattr(a, "fake_mode", None)) is not None)
     target: Any = node.target
@@ -49,14 +44,14 @@ def evaluate(node: fx.Node, mode: Any = None) -> Any:
 
 def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """Return all calls that lead to ``nodes``, without these nodes themselves."""
-    found: dict[fx.Node, None] = {}
+    above: dict[fx.Node, None] = {}
     stack = [arg for node in nodes for arg in node.all_input_nodes]
     while stack:
         node = stack.pop()
-        if node not in found and node.op == "call_function":
-            found[node] = None
+        if node not in above and node.op == "call_function":
+            above[node] = None
             stack += node.all_input_nodes
-    return found
+    return above
 
 
 class _Saved(NamedTuple):
@@ -76,10 +71,7 @@ class _Saved(NamedTuple):
 
 
 class Snapshot:
-    """The nodes of a graph in order, each with its operator, arguments, users and metadata.
-
-    Metadata is copied one level deep.
-    """
+    """The nodes of a graph in order, with arguments, users and metadata, copied one level deep."""
 
     def __init__(self, graph: fx.Graph) -> None:
         # ``fx`` replaces arguments and never modifies them, so references are enough.
@@ -99,11 +91,7 @@ class Snapshot:
         return ""
 
     def restore(self) -> None:
-        """Restore the graph.
-
-        All nodes are the same objects as before, except that a node that was erased comes back as a
-        new object with the old name.
-        """
+        """Restore the graph, with the same nodes; an erased one comes back as a new object."""
         graph = self._graph
         there = dict.fromkeys(graph.nodes)
         extra = [n for n in there if n not in self._saved]

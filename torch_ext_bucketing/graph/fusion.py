@@ -27,33 +27,6 @@ import torch.fx as fx
 from .nodes import is_view, tensors_in
 
 _aten = torch.ops.aten
-_MORE_POINTWISE = frozenset(
-    {
-        _aten._to_copy.default,
-        _aten._unsafe_index.Tensor,
-        _aten.cat.default,
-        _aten.clone.default,
-        _aten.constant_pad_nd.default,
-        _aten.copy_.default,
-        _aten.embedding.default,
-        _aten.flip.default,
-        _aten.full.default,
-        _aten.gather.default,
-        _aten.index.Tensor,
-        _aten.repeat.default,
-        _aten.scalar_tensor.default,
-        _aten.select_scatter.default,
-        _aten.slice_scatter.default,
-        torch.ops.prims.convert_element_type.default,
-        torch.ops.prims.iota.default,
-    }
-)
-_SCATTERS = {
-    _aten._unsafe_masked_index_put_accumulate.default: 3,
-    _aten.index_put.default: 2,
-    _aten.scatter_add.default: 3,
-}
-"""Operators that add to a copy of their first argument, and the place of the added values."""
 _MOVES = frozenset(
     {
         _aten._unsafe_index.Tensor,
@@ -69,11 +42,27 @@ _MOVES = frozenset(
     }
 )
 """Operators that read other elements than those at the place that they write."""
-_READS_REUSED = 4
+_MORE_POINTWISE = _MOVES | {
+    _aten._to_copy.default,
+    _aten.clone.default,
+    _aten.copy_.default,
+    _aten.full.default,
+    _aten.scalar_tensor.default,
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.iota.default,
+}
+"""Operators without torch's tag ``pointwise`` that Inductor fuses like those with it."""
+_SCATTERS = {
+    _aten._unsafe_masked_index_put_accumulate.default: 3,
+    _aten.index_put.default: 2,
+    _aten.scatter_add.default: 3,
+}
+"""Operators that add to a copy of their first argument, and the place of the added values."""
+_MOST_READS_OF_SHARED = 4
 """The most buffers of a value that several readers compute again."""
-_CAT = 8
+_MOST_CAT_INPUTS = 8
 """The most inputs of a concatenation that is computed inside its readers on CUDA."""
-_READS = 8
+_MOST_READS = 8
 """The most buffers of a value that isn't written."""
 
 
@@ -133,7 +122,7 @@ def fused(
         absent: nodes that count as no reader and no kernel, as they differ from rank to rank.
         kept: whether a value outlives the nodes, so it is written. None: what other nodes read.
     """
-    return _Walk(nodes, size, absent, kept).found()
+    return _Walk(nodes, size, absent, kept).result()
 
 
 class _Walk:
@@ -160,8 +149,8 @@ class _Walk:
         self._touching: dict[fx.Node, list[int]] = {}
         self._left: set[fx.Node] = set()  # buffers that other kernels read
         self._written: list[tuple[int, fx.Node]] = []
-        found = (t for n in nodes for t in tensors_in(n.meta.get("val")))
-        self._cpu = next((t.device.type for t in found), "cuda") == "cpu"
+        tensors = (t for n in nodes for t in tensors_in(n.meta.get("val")))
+        self._cpu = next((t.device.type for t in tensors), "cuda") == "cpu"
         for node in nodes:
             if node not in absent:
                 self._visit(node)
@@ -173,12 +162,12 @@ class _Walk:
             if kernel is not None and node in self._left:
                 kernel.shares[node] = kernel.shares.get(node, 0) + self._size(node)
 
-    def found(self) -> Fused:
+    def result(self) -> Fused:
         """Return the kernels, with their buffers."""
-        found = Fused(self.kernels)
-        found.written = {node for _, node, _ in self._joined}
-        found.within = {n for n in self._inline if n not in found.written}
-        found.within.update(n for _, n in self._written if n not in self._left)
+        result = Fused(self.kernels)
+        result.written = {node for _, node, _ in self._joined}
+        result.within = {n for n in self._inline if n not in result.written}
+        result.within.update(n for _, n in self._written if n not in self._left)
         place = {node: i for i, node in enumerate(self._inside)}
         members: dict[int, dict[fx.Node, None]] = {}
         inputs: dict[int, dict[fx.Node, int]] = {}  # with the number of members that read each
@@ -192,9 +181,9 @@ class _Walk:
             ready = max((place.get(b, -1) for b in mine), default=-1)
             together = sorted(members[number], key=place.__getitem__)
             first = next((n for n in together if place[n] > ready), together[-1])
-            found.reads.setdefault(first, {}).update(dict.fromkeys(mine))
+            result.reads.setdefault(first, {}).update(dict.fromkeys(mine))
         for number, node, reads in self._joined:
-            if node in found.within:
+            if node in result.within:
                 continue
             aligned = [
                 b
@@ -202,8 +191,8 @@ class _Walk:
                 if inputs[number].get(b) == 1 and b in reads and self._size(b) == self._size(node)
             ]
             if aligned:
-                found.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
-        return found
+                result.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
+        return result
 
     def _aligned_buffers(self, node: fx.Node, value: fx.Node) -> set[fx.Node]:
         """Return the buffers that elementwise ``node`` reads, by ``value``, in its own order."""
@@ -261,7 +250,7 @@ class _Walk:
 
     def _reads(self, inputs: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """Return the bytes that a kernel with these inputs reads of each buffer."""
-        found: dict[fx.Node, int] = {}
+        nbytes_of: dict[fx.Node, int] = {}
         for node in inputs:
             root = self._root.get(node, node)
             mine = self._inline.get(root)
@@ -270,8 +259,8 @@ class _Walk:
             elif node is not root and (part := self._size(node)) < (all_ := self._size(root)):
                 mine = {buffer: nbytes * part // all_ for buffer, nbytes in mine.items()}
             for buffer, nbytes in mine.items():
-                found[buffer] = min(found.get(buffer, 0) + nbytes, self._size(buffer))
-        return found
+                nbytes_of[buffer] = min(nbytes_of.get(buffer, 0) + nbytes, self._size(buffer))
+        return nbytes_of
 
     def _compute(self, node: fx.Node) -> None:
         inputs, target = node.all_input_nodes, node.target
@@ -285,7 +274,7 @@ class _Walk:
                 reads[first] = min(reads[first], self._size(node))
         else:
             reads = self._reads(inputs)
-        if target is _aten.cat.default and (self._cpu or len(inputs) > _CAT):
+        if target is _aten.cat.default and (self._cpu or len(inputs) > _MOST_CAT_INPUTS):
             given = [n for n in inputs if self._root.get(n, n).op != "call_function"]
             given = [] if self._cpu else given  # one kernel copies them, one each other part
             for parts in filter(None, [given, *([n] for n in inputs if n not in given)]):
@@ -307,11 +296,10 @@ class _Walk:
         if reads is None:
             return
         users, kept = self._users(node), self._kept
-        outside = bool(reads) and any(u not in self._inside for u in users)
-        if kept is not None:
-            outside = bool(reads) and len(users) > 0 and kept(root)
-        again = len(users) > 1 and (outside or len(reads) > _READS_REUSED)
-        if again or len(reads) > _READS:
+        # Whether another graph, or a later part of this one, reads the value.
+        outside = kept(root) if kept is not None else any(u not in self._inside for u in users)
+        again = len(users) > 1 and ((bool(reads) and outside) or len(reads) > _MOST_READS_OF_SHARED)
+        if again or len(reads) > _MOST_READS:
             self._write(root)
 
     def _write(self, node: fx.Node) -> None:

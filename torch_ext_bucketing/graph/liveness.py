@@ -3,15 +3,8 @@
 Bytes are counted per storage, so that views and other aliases count once. A storage is live from
 the node that allocates it to the last node that touches it, unless it is an output or an input
 that the caller keeps: these stay. What a collective or a copy to or from host memory reads and
-writes is live until its wait. Host memory does not count.
-
-Where Inductor runs the graph, its kernels count instead of operators (:func:`with_fused`).
-
-Count what the allocator holds beside the values of a graph.
-
-torch's CUDA allocator keeps a workspace of cuBLAS for each handle and stream. Each thread has a
-handle of its own, and autograd runs backward in another thread than forward, so a training step
-holds two from its first backward on. NCCL allocates its buffers itself, with ``cudaMalloc``.
+writes is live until its wait. Host memory does not count. Where Inductor runs the graph, its
+kernels count instead of operators (:func:`with_fused`).
 """
 
 from __future__ import annotations
@@ -48,29 +41,24 @@ _NEVER = 2**62  # uses of a storage that is never freed
 
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Return a test for the inputs that are freed at their last use.
-
-    A backward graph frees what forward saved for it, but not tangents, which autograd holds.
-    """
+    """Return a test for the inputs that are freed at their last use: what forward saved."""
+    # Not tangents, which autograd holds.
     return _aot.is_saved if _aot.stage_of(graph) == "backward" else lambda node: False
 
 
 def kept_inputs(graph: fx.Graph, hints: SizeHints) -> dict[str, int]:
-    """Map the name of each input that the caller keeps to its bytes.
-
-    Memory that several inputs share counts for the first.
-    """
+    """Map the name of each input that the caller keeps to its bytes; shared ones count once."""
     donated = donated_by_autograd(graph)
     side = shard_side(graph, hints)
     seen: set[int] = set()
-    found = {}
+    nbytes = {}
     for node in graph.find_nodes(op="placeholder"):
         if not donated(node) and not is_number(node):
             values = {value.untyped_storage()._cdata: value for value in _values(node)}
             new = [value for at, value in values.items() if at not in seen]
             seen.update(values)
-            found[node.name] = sum(_storage_bytes(node, value, side, hints) for value in new)
-    return found
+            nbytes[node.name] = sum(_storage_bytes(node, value, side, hints) for value in new)
+    return nbytes
 
 
 def _values(node: fx.Node) -> list[torch.Tensor]:
@@ -144,7 +132,7 @@ def with_fused(
     live: Storages,
     dependencies: Precedence,
     of_node: Mapping[fx.Node, tuple[int, ...]],
-    found: Fused,
+    kernels: Fused,
 ) -> Storages:
     """Return the storages of nodes that run as fused kernels.
 
@@ -157,7 +145,7 @@ def with_fused(
         live: the storages of the nodes without fusion.
         dependencies: the nodes, by place.
         of_node: the storages of nodes' results.
-        found: the kernels.
+        kernels: Inductor's.
     """
     at_start = {s for touched in live.touches for s in touched}
     size, touches, row = list(live.size), list[tuple[int, ...]](), dict[fx.Node, int]()
@@ -171,15 +159,15 @@ def with_fused(
         zip(dependencies.nodes, live.allocates, live.touches, strict=True)
     ):
         if row[node] == i:
-            if node in found.within:
+            if node in kernels.within:
                 for s in new:
                     size[s] = 0
-            if node in found.within or node in found.written:
+            if node in kernels.within or node in kernels.written:
                 own = (s for s in of_node.get(node, ()) if s in there)
                 mine = tuple(dict.fromkeys((*new, *own, *sorted(others.intersection(mine)))))
             elif is_view(node) and launched_by(node) is None:
                 mine = new
-            reads = found.reads.get(node, ())
+            reads = kernels.reads.get(node, ())
             more = [s for b in reads for s in of_node.get(b, ()) if s in there]
             mine = tuple(dict.fromkeys((*mine, *more)))
         touches.append(mine)
@@ -187,7 +175,7 @@ def with_fused(
             touched_by.setdefault(s, []).append(i)
     instead: dict[int, int] = {}  # storage -> the one that holds its bytes
     free = {s for s in there if s not in live.kept and s not in at_start}
-    for node, buffers in found.reused.items():
+    for node, buffers in kernels.reused.items():
         mine = tuple(s for s in of_node.get(node, ()) if s in free) if node in row else ()
         if len(mine) != 1 or not size[mine[0]]:
             continue
@@ -261,52 +249,52 @@ def storages_of(
     Arguments are those of :class:`.GraphAnalysis`.
     """
     donated = donated or donated_by_autograd(graph)
-    found = Storages([], [], [], {}, external_live_bytes)
+    live = Storages([], [], [], {}, external_live_bytes)
     ids: dict[Any, int] = {}
     seen: set[int] = set()
     for node in graph.nodes:
-        given = [s for arg in node.all_input_nodes for s in found.of_node[arg]]
+        given = [s for arg in node.all_input_nodes for s in live.of_node[arg]]
         if node.op == "output":
-            found.kept.update(dict.fromkeys(given))
+            live.kept.update(dict.fromkeys(given))
             continue
-        mine = found.of_node[node] = _result_storages(node, found, ids, side, hints)
+        mine = live.of_node[node] = _result_storages(node, live, ids, side, hints)
         new = tuple(s for s in mine if s not in seen)
         seen.update(new)
         if node not in dependencies.index:
-            found.at_start += sum(found.size[s] for s in new)
+            live.at_start += sum(live.size[s] for s in new)
             if not (node.op == "placeholder" and donated(node)):
-                found.kept.update(dict.fromkeys(mine))
+                live.kept.update(dict.fromkeys(mine))
             continue
         if (buffers := buffer_bytes(node)) > 0:
-            new = (*new, len(found.size))
-            mine = (*mine, len(found.size))
-            found.size.append(buffers)
+            new = (*new, len(live.size))
+            mine = (*mine, len(live.size))
+            live.size.append(buffers)
         start = launched_by(node)
         read = () if start is None else start.all_input_nodes
-        sent = (s for arg in read for s in found.of_node[arg])
-        found.allocates.append(new)
-        found.touches.append(tuple(dict.fromkeys((*mine, *given, *sent))))
-    return found
+        sent = (s for arg in read for s in live.of_node[arg])
+        live.allocates.append(new)
+        live.touches.append(tuple(dict.fromkeys((*mine, *given, *sent))))
+    return live
 
 
 def _result_storages(
-    node: fx.Node, found: Storages, ids: dict[Any, int], side: ShardSide, hints: SizeHints
+    node: fx.Node, live: Storages, ids: dict[Any, int], side: ShardSide, hints: SizeHints
 ) -> tuple[int, ...]:
     """Return the storages of a node's result, and number new ones in ``ids``, by address."""
     if is_number(node) or is_on_host(node):
         return ()
     values = _values(node)
     returned = _returned_input(node)
-    if returned is not None and len(found.of_node[returned]) == 1:
-        mine = found.of_node[returned]
+    if returned is not None and len(live.of_node[returned]) == 1:
+        mine = live.of_node[returned]
         for value in values:
             ids.setdefault(value.untyped_storage()._cdata, mine[0])
         return mine
     numbers: dict[int, None] = {}
     for value in values:
-        at = ids.setdefault(value.untyped_storage()._cdata, len(found.size))
-        if at == len(found.size):
-            found.size.append(_storage_bytes(node, value, side, hints))
+        at = ids.setdefault(value.untyped_storage()._cdata, len(live.size))
+        if at == len(live.size):
+            live.size.append(_storage_bytes(node, value, side, hints))
         numbers[at] = None
     return tuple(numbers)
 
@@ -329,7 +317,12 @@ BLOCK_BYTES = 512
 
 
 def beside_bytes(graph: fx.Graph) -> int:
-    """Return the bytes of cuBLAS's workspaces; 0 without products on CUDA."""
+    """Return the bytes of cuBLAS's workspaces; 0 without products on CUDA.
+
+    torch's CUDA allocator keeps one for each handle and stream. Each thread has a handle of its
+    own, and autograd runs backward in another thread than forward, so a training step holds two
+    from its first backward on. NCCL allocates its buffers itself, with ``cudaMalloc``.
+    """
     return _workspaces(graph) * cublas_workspace_bytes()
 
 

@@ -1,20 +1,7 @@
-"""A graph, given as such or in its module.
-
-Pause Python's cycle collector while a graph is rewritten or modeled.
-
-Both create hundreds of thousands of objects that stay alive. The collector would walk over them and
-over all of torch again and again, and find nothing. That takes a fifth of a pass's time.
-
-Classify single nodes: collectives, waits, views, compute; read a collective's group and bytes.
+"""Classify single nodes: collectives, waits, views, compute, copies to and from host memory.
 
 Only a wait's start and a collective's input are read beside the node itself. Tags are in
 :mod:`.graph.tags`, dependencies in :mod:`.graph.dependencies`.
-
-Recognize torch's copies between a device and host memory.
-
-torch has three operators for them: ``ao.offload`` and ``ao.reload`` start a copy, and
-``ao.wait_tensor`` waits for it. Their targets are compared by name, since torch registers them only
-when they are used.
 """
 
 from __future__ import annotations
@@ -42,7 +29,9 @@ def graph_of(gm: GraphLike) -> fx.Graph:
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """Disable the cycle collector in the block, unless it is disabled already."""
+    """Disable Python's cycle collector in the block, unless it is disabled already."""
+    # Rewrites and models create hundreds of thousands of objects that stay alive. The collector
+    # would walk over them and all of torch, and find nothing: a fifth of a pass's time.
     if not gc.isenabled():
         yield
         return
@@ -200,14 +189,6 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _gives_a_size(target: Any) -> bool:
-    """Return whether an operator, such as ``aten.sym_size``, computes a number on the CPU."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace == "aten" and target._opname.startswith("sym_")
-    name = getattr(target, "__name__", "").removeprefix("_")
-    return getattr(target, "__module__", "") == "torch" and name.startswith("sym_")
-
-
 def is_view(node: fx.Node) -> bool:
     """Return whether ``node`` launches no kernel."""
     target = node.target
@@ -215,18 +196,18 @@ def is_view(node: fx.Node) -> bool:
         return True
     if is_assertion(node):
         return "_assert_async" not in str(target)  # this one runs a kernel that reads the values
-    if _gives_a_size(target):
-        return True
     if isinstance(target, torch._ops.OpOverload):
-        return bool(target.is_view or target.namespace == "profiler")
-    return getattr(target, "__module__", "") in _BUILTIN_MODULES
+        gives_a_size = target.namespace == "aten" and target._opname.startswith("sym_")
+        return bool(target.is_view or gives_a_size or target.namespace == "profiler")
+    module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
+    return module in _BUILTIN_MODULES or (
+        module == "torch" and name.removeprefix("_").startswith("sym_")
+    )
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Return whether ``node`` is a matrix product, an attention or a convolution.
-
-    These are the operators with a FLOP count in torch, and the grouped products of experts.
-    """
+    """Return whether ``node`` is a matrix product, an attention or a convolution."""
+    # The operators with a FLOP count in torch, and the grouped products of experts.
     from torch.utils.flop_counter import flop_registry
 
     target: Any = node.target
@@ -285,10 +266,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def collective_group(node: fx.Node) -> str | None:
-    """Return the name of the process group of any functional collective.
-
-    None for other nodes, and if the group is a node of the graph.
-    """
+    """Return a functional collective's process group; None for other nodes or a node as group."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
         return None
@@ -352,7 +330,9 @@ TO_HOST, FROM_HOST = HOST_STREAMS = "to host", "from host"
 _STREAMS = {"offload": TO_HOST, "reload": FROM_HOST}
 
 
-def _name(node: fx.Node) -> str:
+def _copy_name(node: fx.Node) -> str:
+    """Return the name of an operator ``ao.*``, torch's copies between a device and host memory."""
+    # Compared by name, since torch registers these operators only when they are used.
     target = node.target
     is_copy = isinstance(target, torch._ops.OpOverload) and target.namespace == "ao"
     return target._opname if is_copy else ""  # type: ignore[union-attr]
@@ -360,12 +340,12 @@ def _name(node: fx.Node) -> str:
 
 def host_stream(node: fx.Node) -> str | None:
     """Return the stream of the copy that ``node`` starts; None for other nodes."""
-    return _STREAMS.get(_name(node))
+    return _STREAMS.get(_copy_name(node))
 
 
 def is_host_wait(node: fx.Node) -> bool:
     """Return whether ``node`` waits for a copy."""
-    return _name(node) == "wait_tensor"
+    return _copy_name(node) == "wait_tensor"
 
 
 def launched_by(wait: fx.Node) -> fx.Node | None:
@@ -383,8 +363,6 @@ def is_on_host(node: fx.Node) -> bool:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return what torch allocates for ``nbytes`` of pinned memory: the next power of two.
-
-    That is the default of its allocator (``ATen/core/CachingHostAllocator.h``).
-    """
+    """Round ``nbytes`` of pinned memory up to a power of two, as torch's allocator does."""
+    # The default of `ATen/core/CachingHostAllocator.h`.
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0

@@ -1,32 +1,22 @@
-"""Replace sizes that depend on data, such as the number of tokens of an expert, by numbers.
+"""Give numbers to sizes that depend on data or on the rank, so that all ranks estimate alike.
 
-Estimates of time and memory need a number for every size. A size that is known only when the graph
-runs is an expression of symbols (``8*u0``). Each symbol gets one number: the caller's, or torch's
-hint (``torch._dynamo.decorators.mark_unbacked``), or :data:`DEFAULT`, clamped to the range that
-torch knows for the symbol. So sizes stay in proportion, and all ranks with the same hints use the
-same numbers. Only orders and byte caps depend on them.
+A size that is known only when the graph runs, such as the number of tokens of an expert, is an
+expression of symbols (``8*u0``). Each symbol gets one number: the caller's, or torch's hint
+(``torch._dynamo.decorators.mark_unbacked``), or :data:`DEFAULT`, clamped to the range that torch
+knows for the symbol. So sizes stay in proportion. Only orders and byte caps depend on the numbers.
 
-Note what a node costs where its sizes depend on the rank, so that all ranks plan alike.
-
-Find the nodes that differ between ranks: shards of parameters whose rows do not divide evenly.
-
-The last ranks have fewer rows, or none. They pad a shard before it is gathered, and cut gradients::
+Shards of parameters whose rows do not divide evenly differ between ranks: the last ranks have fewer
+rows, or none. They pad a shard before it is gathered, and cut gradients::
 
     rank 0    w [3] -> to bf16 ----------> all_gather      reduce_scatter -> wait ----------> output
     rank 1    w [2] -> to bf16 -> pad 1 -> all_gather      reduce_scatter -> wait -> [0:2] -> output
 
-All ranks still must decide alike. So if a graph has such parameters, estimates ignore how a rank
-handles its own shards:
-
-- The nodes take no time.
-- A shard has the bytes of the largest rank's: the rows after the pad, or before the cut.
-- Copies between a shard and its gather have no bytes, except before a pad.
-
-The norm of gradients and updates of parameters have the largest rank's cost instead
-(:mod:`.work`): they take time.
-
-Ranks with full shards find such parameters, too, since all ranks cut gathered parameters and pad
-gradients before they are reduced.
+So if a graph has such parameters, estimates ignore how a rank handles its own shards
+(:func:`shard_side`): the nodes take no time, a shard has the bytes of the largest rank's (the rows
+after the pad, or before the cut), and copies between a shard and its gather have no bytes, except
+before a pad. Ranks with full shards find such parameters, too, since all ranks cut gathered
+parameters and pad gradients. The norm of gradients and updates have the largest rank's cost instead
+(:class:`Work`).
 """
 
 from __future__ import annotations
@@ -50,12 +40,7 @@ GivenHints: TypeAlias = "int | Callable[[Any], int] | None"
 
 
 def check_size_hints(given: object) -> None:
-    """Check the ``size_hints`` of :func:`.backend`.
-
-    Raises:
-        TypeError: neither an int, nor a callable, nor None.
-        ValueError: negative.
-    """
+    """Raise a TypeError or ValueError for wrong ``size_hints`` of :func:`.backend`."""
     if given is None or callable(given):
         return
     if isinstance(given, bool) or not isinstance(given, int):
@@ -99,10 +84,7 @@ class SizeHints:
             return DEFAULT  # for instance a division by a symbol whose number is 0
 
     def concrete(self, value: Any) -> Any:
-        """Replace symbolic sizes in ``value`` by numbers.
-
-        A tensor with symbolic sizes becomes one on the meta device.
-        """
+        """Replace symbolic sizes in ``value`` by numbers; a tensor with some becomes meta."""
         if isinstance(value, torch.SymInt):
             return self(value)
         if isinstance(value, (list, tuple)):
@@ -172,8 +154,8 @@ def set_work(node: fx.Node, work: Work) -> None:
 
 def work_of(node: fx.Node) -> Work | None:
     """Return what was noted; None for nodes that cost what their sizes are."""
-    found: Work | None = noted(node, _KEY)
-    return found
+    work: Work | None = noted(node, _KEY)
+    return work
 
 
 def result_bytes(node: fx.Node, hints: SizeHints) -> int:
@@ -247,8 +229,8 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
         )
     # A gather's output buffer has the same size on every rank.
     buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
-    found = {n: None for n in nodes if ours[n] and n not in buffers}
-    return ShardSide(found, _parameters(found, elements) | _gradients(found, reduced, elements))
+    side = {n: None for n in nodes if ours[n] and n not in buffers}
+    return ShardSide(side, _parameters(side, elements) | _gradients(side, reduced, elements))
 
 
 def _parameters(ours: dict[fx.Node, None], elements: _Elements) -> dict[fx.Node, int]:
@@ -282,10 +264,8 @@ def _one_to_one(node: fx.Node, elements: _Elements) -> bool:
 
 
 def _is_uneven(start: fx.Node) -> bool:
-    """Return whether a gather's result is cut, or a gradient padded to be reduced.
-
-    Less than one row per rank is cut, alone or in a bucket. All ranks find the same.
-    """
+    """Return whether a gather's result is cut, or a gradient padded to be reduced."""
+    # Less than one row per rank is cut, alone or in a bucket. All ranks decide alike.
     kind = kind_of(start)
     if kind == "all_gather":
         stack = [start]

@@ -1,14 +1,10 @@
-"""Classify operators that move, cast or scale values without combining different elements.
+r"""Recognize operators that move, cast or scale values, and regions of a graph made of them.
 
 A parameter's values pass through such operators on the way to its uses, and its gradient on the way
-back.
-
-Regions of a graph that turn one value into another by linear steps alone.
-
-::
+back. A region turns one value into another by linear steps alone::
 
     mm -> t -> _to_copy -> split -> pad -\
-                               \\--> pad --> cat -> reduce_scatter -> wait -> view -> (end)
+                               \--> pad --> cat -> reduce_scatter -> wait -> view -> (end)
           ^       ^                          ^           ^            ^       ^
           cuts: all that reaches the end goes through this one node
 
@@ -100,10 +96,7 @@ def is_linear(node: fx.Node) -> bool:
 
 
 def keeps_values(node: fx.Node) -> bool:
-    """Return whether the result has the shape, dtype and values of the input.
-
-    That is so for a copy, a view to the same shape, and a cast to the same dtype.
-    """
+    """Return whether the result has the shape, dtype and values of the input, as a copy has."""
     if node.op != "call_function" or node.target not in _COPIES:
         return False
     before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
@@ -195,10 +188,7 @@ class StructuralIds:
         self._ids: dict[tuple[Any, ...], int] = {}
 
     def of(self, cut: Cut, end: fx.Node, *, name: object = "first value") -> int:
-        """Return the ID of the region from ``cut`` to ``end``; ``name`` identifies its first value.
-
-        By default all first values count as equal.
-        """
+        """Return the ID of the region from ``cut`` to ``end``, whose first value is ``name``."""
         ids: dict[fx.Node, int] = {cut.node: self._id("value", name)}
         for node in sorted(dict.fromkeys(cut.inside), key=self._position.__getitem__):
             value = node.meta.get("val")
