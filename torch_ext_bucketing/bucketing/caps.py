@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
@@ -114,6 +114,8 @@ class CapPlanner:
     def __init__(self, analysis: GraphAnalysis, options: ByCap) -> None:
         self.analysis = analysis
         self._contracted = Contraction(analysis)
+        self._position = self._contracted.position
+        self._default_cap = cache(default_cap_mb)
         self._non_adjacent = options.non_adjacent
         mergeable, self._left, counts = _candidates(analysis, options.kinds, options.eligible)
         chosen = chosen_groups(options.groups, counts)
@@ -132,22 +134,92 @@ class CapPlanner:
     def plan(self, cap_mb: CapMb = None, max_compute_run: int | None = None) -> MergePlan:
         """Plan with one cap and one bound on compute runs."""
         self._contracted.reset()
-        reached = {} if max_compute_run is None else self.analysis.compute_before
-        planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
+        self._cap_mb, self._max_run = cap_mb, max_compute_run
+        self._buckets: list[Bucket] = []
+        self._unmerged: list[tuple[int, Unmerged]] = []
         for groups in self._scopes:
             members = [c for c in self._in_wait_order if c.home in groups]
             for run in _runs(members, self._non_adjacent):
-                planner.fill(run)
-        place = self._contracted.position
+                self._fill(run)
         return MergePlan(
-            buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
+            buckets=tuple(sorted(self._buckets, key=lambda b: self._position(b.members[0]))),
             ineligible=tuple(self._left),
-            unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
+            unmerged=tuple(u for _, u in sorted(self._unmerged, key=lambda item: item[0])),
         )
 
     def runs(self) -> list[list[Collective]]:
         """Return the mergeable collectives of each bucket key, in fill order."""
         return _runs(self._in_wait_order, non_adjacent=True)
+
+    def _fill(self, candidates: list[Collective]) -> None:
+        """Plan the buckets of one bucket key."""
+        cap_of = self._cap_of(candidates[0])
+        index, cap = 0, cap_of(0)
+        members: list[Collective] = []
+        filled = self._reached = 0  # compute nodes up to the previous bucket's last member
+        for c in candidates:
+            if members:
+                closed_by, detail = self._closed_by(c, filled, cap)
+                if closed_by is None:
+                    members.append(c)
+                    filled += c.wire_bytes
+                    continue
+                self._end(members, filled, cap, closed_by, detail)
+                index += 1
+                cap = cap_of(index)
+            self._contracted.open(c.start)
+            members, filled = [c], c.wire_bytes
+        self._end(members, filled, cap, "end", "")
+
+    def _closed_by(self, c: Collective, filled: int, cap: int) -> tuple[ClosedBy | None, str]:
+        filled += c.wire_bytes
+        if filled > cap:
+            return "bytes", f"with {c.start.name}: {filled} bytes, above the cap of {cap}"
+        if self._max_run is not None and c.kind == "reduce_scatter":
+            run = self.analysis.compute_before[c.start] - self._reached
+            if run > self._max_run:
+                return "run", f"with {c.start.name}: {run} compute nodes since the bucket before"
+        if self._contracted.try_add(c.start):
+            return None, ""
+        return "dependency", self._contracted.why(c.start)
+
+    def _end(
+        self, members: list[Collective], filled: int, cap: int, closed_by: ClosedBy, detail: str
+    ) -> None:
+        self._contracted.close()
+        if self._max_run is not None:
+            self._reached = max(self.analysis.compute_before[c.start] for c in members)
+        one = members[0]
+        if len(members) > 1:
+            ordered = tuple(sorted((c.start for c in members), key=self._position))
+            self._buckets.append(Bucket(one.kind, None, ordered, closed_by, detail, filled, cap))
+            return
+        if closed_by == "end":
+            detail = "no other collective of its bucket key follows"
+        unmerged = Unmerged(
+            one.fqns, detail, one.start.name, one.kind, one.group, filled, closed_by
+        )
+        self._unmerged.append((self._position(one.start), unmerged))
+
+    def _cap_of(self, c: Collective) -> Callable[[int], int]:
+        cap: Any = self._cap_mb
+        if isinstance(cap, Mapping):
+            cap = cap.get((c.group, c.kind), cap.get(c.group))
+        if cap is None:
+            cap = self._default_cap(c.ranks)
+
+        def cap_bytes(index: int) -> int:
+            value = cap[min(index, len(cap) - 1)] if isinstance(cap, tuple) else cap
+            if callable(cap):
+                try:
+                    value = cap(index)
+                except Exception as error:
+                    where = f"bucket {index} of the {c.kind} group {c.group}"
+                    raise RuntimeError(f"cap_mb failed for {where}") from error
+            check_cap(value, f"the cap of bucket {index}")
+            return int(min(value * _MIB, 2**63))
+
+        return cap_bytes
 
 
 def _candidates(
@@ -230,87 +302,6 @@ def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective
     for c in members:
         runs.setdefault(c.key, []).append(c)
     return list(runs.values())
-
-
-@dataclass
-class _Planner:
-    contracted: Contraction
-    cap_mb: CapMb
-    max_run: int | None
-    compute_before: Mapping[fx.Node, int]
-    buckets: list[Bucket] = field(default_factory=list)
-    unmerged: list[tuple[int, Unmerged]] = field(default_factory=list)
-    default_cap: Callable[[int], float] = field(default_factory=lambda: cache(default_cap_mb))
-
-    def fill(self, candidates: list[Collective]) -> None:
-        """Plan the buckets of one bucket key."""
-        cap_of = self._cap_of(candidates[0])
-        index, cap = 0, cap_of(0)
-        members: list[Collective] = []
-        filled = self._reached = 0  # compute nodes up to the previous bucket's last member
-        for c in candidates:
-            if members:
-                closed_by, detail = self._closed_by(c, filled, cap)
-                if closed_by is None:
-                    members.append(c)
-                    filled += c.wire_bytes
-                    continue
-                self._end(members, filled, cap, closed_by, detail)
-                index += 1
-                cap = cap_of(index)
-            self.contracted.open(c.start)
-            members, filled = [c], c.wire_bytes
-        self._end(members, filled, cap, "end", "")
-
-    def _closed_by(self, c: Collective, filled: int, cap: int) -> tuple[ClosedBy | None, str]:
-        filled += c.wire_bytes
-        if filled > cap:
-            return "bytes", f"with {c.start.name}: {filled} bytes, above the cap of {cap}"
-        if self.max_run is not None and c.kind == "reduce_scatter":
-            run = self.compute_before[c.start] - self._reached
-            if run > self.max_run:
-                return "run", f"with {c.start.name}: {run} compute nodes since the bucket before"
-        if self.contracted.try_add(c.start):
-            return None, ""
-        return "dependency", self.contracted.why(c.start)
-
-    def _end(
-        self, members: list[Collective], filled: int, cap: int, closed_by: ClosedBy, detail: str
-    ) -> None:
-        self.contracted.close()
-        if self.max_run is not None:
-            self._reached = max(self.compute_before[c.start] for c in members)
-        position, one = self.contracted.position, members[0]
-        if len(members) > 1:
-            ordered = tuple(sorted((c.start for c in members), key=position))
-            self.buckets.append(Bucket(one.kind, None, ordered, closed_by, detail, filled, cap))
-            return
-        if closed_by == "end":
-            detail = "no other collective of its bucket key follows"
-        unmerged = Unmerged(
-            one.fqns, detail, one.start.name, one.kind, one.group, filled, closed_by
-        )
-        self.unmerged.append((position(one.start), unmerged))
-
-    def _cap_of(self, c: Collective) -> Callable[[int], int]:
-        cap: Any = self.cap_mb
-        if isinstance(cap, Mapping):
-            cap = cap.get((c.group, c.kind), cap.get(c.group))
-        if cap is None:
-            cap = self.default_cap(c.ranks)
-
-        def cap_bytes(index: int) -> int:
-            value = cap[min(index, len(cap) - 1)] if isinstance(cap, tuple) else cap
-            if callable(cap):
-                try:
-                    value = cap(index)
-                except Exception as error:
-                    where = f"bucket {index} of the {c.kind} group {c.group}"
-                    raise RuntimeError(f"cap_mb failed for {where}") from error
-            check_cap(value, f"the cap of bucket {index}")
-            return int(min(value * _MIB, 2**63))
-
-        return cap_bytes
 
 
 def check_caps(cap_mb: CapMb) -> None:
