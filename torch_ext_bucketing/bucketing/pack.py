@@ -434,11 +434,13 @@ def merge_buckets(
     graph, position = analysis.graph, dict(analysis.position)
     reports = []
     for bucket in plan.buckets:
+        # A reduction's bucket starts where its last member did, when all inputs are there.
         if bucket.kind == "all_gather":
             _hoist_inputs(bucket, position, analysis.collectives)
         members = [analysis.collectives[m] for m in bucket.members]
         reports.append(_apply_bucket(graph, bucket, members, keys, packed_by))
     if reports:
+        # Readers of early members stand before a reduction's bucket.
         sort_topologically(graph)
         graph.lint()
     place = {node.name: i for i, node in enumerate(graph.nodes)}

@@ -110,6 +110,7 @@ def merge_groups(
     """
     contracted = Contraction(analysis)
     buckets, splits, left = list[Bucket](), list[str](), list[LeftAlone]()
+    # One contraction for all groups: several buckets may form a cycle that no single one shows.
     for unit, candidates in groups:
         first, rest = candidates[0], list(candidates)
         while rest and len(candidates) > 1:
@@ -160,6 +161,7 @@ def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
     except Exception as error:
         raise RuntimeError(f"the planner {planner!r} failed") from error
     contracted, free = Contraction(analysis), dict(analysis.collectives)
+    # The buckets are built again one member after the other, so that the error names a member.
     for bucket in plan.buckets:
         first = free.get(bucket.members[0])
         for member in bucket.members:

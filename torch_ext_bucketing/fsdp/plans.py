@@ -175,6 +175,8 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
             "ModuleDict or Sequential with alike children that hold parameters. Name the units "
             "with manual_plan, or bucket by size, with BucketByCap"
         )
+    # Modules around the blocks are merged in one pass, since any two of them may share a parameter;
+    # then blocks and their sections take turns.
     front, sections, tail = _around(tree, lists)
     blocks = [[name for name, _ in tree.children(path)] for path in lists]
     side = [*([name] for name in front), *itertools.chain(*sections), tail]

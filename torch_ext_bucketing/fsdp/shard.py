@@ -240,6 +240,7 @@ class _Unshard:
         if shard_dim is not None and not self.dim:
             rows = -(-local_rows // self.shard_size)
             local_rows = max(0, min(rows, local_rows - mesh.get_local_rank(shard_dim) * rows))
+        # A flat tuple: Dynamo passes it to `attach` as a constant.
         groups = (self.shard_group, self.shard_size, replicas)
         self.reduction: _Reduction = (None, *groups, local_rows, self.dim, ranks, None, False)
         self.unreduced: torch.Tensor | None = None
@@ -361,7 +362,7 @@ def _division(
             return 1, "avg", "avg", 1
         return 1, "avg" if factor == shards else "sum", "sum", 1
     factor = float(ranks) if factor is None else factor
-    before = 1
+    before = 1  # a power of two, so that the division is exact
     while overflows and factor % before == 0 and factor / before > before:
         before *= 2
     return before, "sum", "sum", factor / before

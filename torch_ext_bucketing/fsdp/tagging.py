@@ -70,6 +70,7 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             ahead[node] = {**served, node: None}
             continue
         moves = is_move(node) or node.target in CONSTANTS
+        # A move that serves no gather yet is a step before one, if all its inputs are.
         if moves and not served:
             if all(i.op == "placeholder" or i in before for i in inputs):
                 before[node] = {**union(before, inputs), node: None}

@@ -44,10 +44,12 @@ from .sizes import GivenHints, ShardSide, SizeHints, result_bytes, shard_side
 from .tags import home_group, is_bucket, member_count, tag_of
 from .values import positions
 
+_c10d = torch.ops._c10d_functional
+
 
 def unmergeable(start: fx.Node) -> str:
     """Return why a collective can't be a member of any bucket; empty if it can."""
-    if start.target is torch.ops._c10d_functional.all_reduce_.default:
+    if start.target is _c10d.all_reduce_.default:
         return "it works in place"
     result = start.meta.get("val")
     if not isinstance(result, torch.Tensor):
@@ -74,8 +76,6 @@ def unmergeable(start: fx.Node) -> str:
             return f"its input's {value.shape[0]} rows can't be divided among {size} ranks"
     return ""
 
-
-_c10d = torch.ops._c10d_functional
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

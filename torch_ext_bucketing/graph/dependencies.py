@@ -112,7 +112,7 @@ class Writes:
 
 def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, int]) -> bool:
     at = position[write]
-    after: dict[fx.Node, None] = {write: None}
+    after: dict[fx.Node, None] = {write: None}  # the aliases made of the write's result
     inside = dict.fromkeys(aliases)
     for alias in aliases:
         if alias is not write and any(arg in after for arg in alias.all_input_nodes):
@@ -124,6 +124,7 @@ def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, 
             if user is write or user in after:
                 continue
             if position[user] > at:
+                # A later reader of the old alias: nothing but its place puts it after the write.
                 if not any(arg in after for arg in user.all_input_nodes):
                     return False
             elif user not in inside and not (
@@ -279,6 +280,7 @@ class Precedence:
     def runs_after(self, i: int, others: Collection[int]) -> bool:
         """Return whether node ``i`` depends on all ``others``, itself among them or not."""
         left = {j for j in others if j != i}
+        # Nodes before the first of them can't lead to any.
         first, seen, stack = min(left, default=i), {i}, [i]
         while stack and left:
             for j in self.needs[stack.pop()]:

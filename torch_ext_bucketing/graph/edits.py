@@ -100,6 +100,7 @@ class Snapshot:
                 node.args, node.kwargs = (), {}  # so that no node uses the ones to be erased
         for node in extra:
             graph.erase_node(node)
+        # First all nodes, then arguments, which may name later ones, then users in their old order.
         now = {
             node: node if node in there else graph.create_node(saved.op, saved.target)
             for node, saved in self._saved.items()
@@ -170,6 +171,7 @@ def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
         return
     snapshot = Snapshot(graph)
     failed: Exception | None = None
+    # A hook that changes the graph and then fails is reported for the change: that is the cause.
     try:
         with _NoCollectives(what):
             yield

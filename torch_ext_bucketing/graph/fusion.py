@@ -27,7 +27,7 @@ import torch.fx as fx
 from .nodes import is_view, tensors_in
 
 _aten = torch.ops.aten
-_MOVES = frozenset(
+_REARRANGES = frozenset(
     {
         _aten._unsafe_index.Tensor,
         _aten.cat.default,
@@ -42,7 +42,7 @@ _MOVES = frozenset(
     }
 )
 """Operators that read other elements than those at the place that they write."""
-_MORE_POINTWISE = _MOVES | {
+_MORE_POINTWISE = _REARRANGES | {
     _aten._to_copy.default,
     _aten.clone.default,
     _aten.copy_.default,
@@ -228,6 +228,7 @@ class _Walk:
         if is_view(node):
             if inputs:
                 first = self._root.get(inputs[0], inputs[0])
+                # A view of a whole value stands for the value itself.
                 several = isinstance(first.meta.get("val"), (list, tuple))
                 if first not in self._inline and (several or self._size(node) < self._size(first)):
                     # Readers of different results, or parts, share nothing.
@@ -242,6 +243,7 @@ class _Walk:
         elif target in _SCATTERS:
             self._scatter(node, _SCATTERS[target])
         elif is_reduction(node):
+            # Always written: Inductor computes no reduction inside its readers.
             results = max(self._numel(node), 1)
             terms = max(self._numel(inputs[0]) // results, 1)
             self._join(node, self._reads(inputs), (results, terms))
@@ -283,7 +285,7 @@ class _Walk:
                 self._join(node, self._reads(parts), space, nbytes=nbytes, alone=True)
             return
         self._inline[node] = reads
-        if target not in _MOVES:
+        if target not in _REARRANGES:
             for value in inputs:
                 mine = self._aligned_buffers(node, value)
                 self._aligned.setdefault(node, set()).update(mine)
@@ -308,6 +310,7 @@ class _Walk:
 
     def _call(self, node: fx.Node) -> None:
         """Add a kernel of another library, or any other operator."""
+        # Such a kernel reads memory, so its inputs are written.
         for value in node.all_input_nodes:
             root = self._root.get(value, value)
             if root in self._inline:
@@ -321,6 +324,7 @@ class _Walk:
             self._made_by.update(dict.fromkeys(roots, at))
 
     def _scatter(self, node: fx.Node, place: int) -> None:
+        # Two kernels: a copy of the base, and one thread per added value.
         base, values = node.args[0], node.args[place]
         assert isinstance(base, fx.Node)
         assert isinstance(values, fx.Node)
@@ -358,6 +362,7 @@ class _Walk:
         alone: bool = False,
     ) -> None:
         """Write ``node`` in a kernel that touches one of its buffers, or in a new one."""
+        # Inductor tries pairs by the bytes that they share, of equals the nearest.
         shared: dict[int, int] = {}
         for buffer, n in reads.items() if not alone else ():
             for number in self._touching.get(buffer, ()):
@@ -370,6 +375,7 @@ class _Walk:
             both = _common(kernel.space, space)
             if self._cpu and kernel.flat and space[1] > 1:
                 both = None
+            # A kernel that has to run in between would close a cycle.
             between = any(self._before[k] >> number & 1 for k in needs if k != number)
             if both and not between:
                 at, kernel.space = number, both
@@ -381,7 +387,7 @@ class _Walk:
         assert kernel is not None
         self._stands_after(at, needs)
         self._joined.append((at, node, reads))
-        read = 0
+        read = 0  # a buffer that the kernel has written or read before costs no bytes
         for buffer, n in reads.items():
             if self._made_by.get(buffer) != at:
                 self._left.add(buffer)
@@ -395,7 +401,7 @@ class _Walk:
         self._touching.setdefault(made, []).append(at)
         if into is not None and nbytes is None:
             nbytes = self._size(node)
-        if nbytes is None:
+        if nbytes is None:  # only what other kernels read is written, which later nodes decide
             self._written.append((at, node))
         kernel.shares[node] = kernel.shares.get(node, 0) + read + (nbytes or 0)
 

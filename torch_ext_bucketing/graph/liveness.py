@@ -153,7 +153,8 @@ def with_fused(
         at_start.difference_update(new)
         row.setdefault(node, i)
     there = {*at_start, *(s for new in live.allocates for s in new)}
-    others = there.difference(s for mine in of_node.values() for s in mine)  # such as buckets
+    # Storages that hold no node's result, such as a bucket's buffer, keep their uses.
+    others = there.difference(s for mine in of_node.values() for s in mine)
     touched_by: dict[int, list[int]] = {}
     for i, (node, new, mine) in enumerate(
         zip(dependencies.nodes, live.allocates, live.touches, strict=True)
@@ -166,7 +167,7 @@ def with_fused(
                 own = (s for s in of_node.get(node, ()) if s in there)
                 mine = tuple(dict.fromkeys((*new, *own, *sorted(others.intersection(mine)))))
             elif is_view(node) and launched_by(node) is None:
-                mine = new
+                mine = new  # its kernel's readers keep the input live, not the view
             reads = kernels.reads.get(node, ())
             more = [s for b in reads for s in of_node.get(b, ()) if s in there]
             mine = tuple(dict.fromkeys((*mine, *more)))
@@ -179,6 +180,8 @@ def with_fused(
         mine = tuple(s for s in of_node.get(node, ()) if s in free) if node in row else ()
         if len(mine) != 1 or not size[mine[0]]:
             continue
+        # The first buffer whose last use is this kernel, in whatever order nodes run, is written
+        # over. A chain of such kernels shares the first buffer of the chain.
         for buffer in buffers:
             given = of_node.get(buffer, ())
             s = given[0] if len(given) == 1 else -1
@@ -190,6 +193,7 @@ def with_fused(
                 size[mine[0]] = 0
                 free.discard(s)
                 break
+    # Nodes that touch a result without bytes keep the storage that holds the result live.
     if instead:
         for i, mine in enumerate(touches):
             more = [instead[s] for s in mine if s in instead]
@@ -260,7 +264,7 @@ def storages_of(
         mine = live.of_node[node] = _result_storages(node, live, ids, side, hints)
         new = tuple(s for s in mine if s not in seen)
         seen.update(new)
-        if node not in dependencies.index:
+        if node not in dependencies.index:  # an input or a constant
             live.at_start += sum(live.size[s] for s in new)
             if not (node.op == "placeholder" and donated(node)):
                 live.kept.update(dict.fromkeys(mine))
@@ -269,6 +273,7 @@ def storages_of(
             new = (*new, len(live.size))
             mine = (*mine, len(live.size))
             live.size.append(buffers)
+        # A wait touches what its collective or copy reads, too: until then the bytes are needed.
         start = launched_by(node)
         read = () if start is None else start.all_input_nodes
         sent = (s for arg in read for s in live.of_node[arg])

@@ -217,6 +217,7 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
             free[node] = local and all(free.get(n) for n in inputs)
             if local and len(inputs) == 1 and inputs[0] in reduced:
                 reduced[node] = None
+    # Backwards: a node belongs to the shard's side if all readers do, or send or update the shard.
     ours: dict[fx.Node, bool] = {}
     for node in reversed(nodes):
         local = free[node] or (node in reduced and not is_wait(node))

@@ -156,12 +156,12 @@ def _members(node: fx.Node) -> list[Tag | None]:
     kind = replaced_kind(node)
     if kind is None:
         return []
-    found = noted(node, _MEMBERS_KEY)
-    if found is None:
+    members = noted(node, _MEMBERS_KEY)
+    if members is None:
         sources = node.meta.get(_SOURCES_KEY, [node.meta.get("custom")])
-        found = [(custom or {}).get(_TAG_KEY) for custom in sources]
+        members = [(custom or {}).get(_TAG_KEY) for custom in sources]
     # A tag of another kind came from another node, along with a copy of its metadata.
-    return [Tag(kind, tuple(t[1:])) if t is not None and t[0] == kind else None for t in found]
+    return [Tag(kind, tuple(t[1:])) if t is not None and t[0] == kind else None for t in members]
 
 
 def note(node: fx.Node, key: str, value: object) -> None:
