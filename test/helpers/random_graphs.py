@@ -398,5 +398,6 @@ def choose_caps(
 ) -> tuple[MergePlan, CapsReport]:
     """Search for byte caps of these kinds; return the plan and the report of the search."""
     by_cap = ByCap(kinds=kinds, eligible=eligible)
-    found = BySearch(policies_of(policies), by_cap, **options).search(GraphAnalysis.of(graph))
+    analysis = graph if isinstance(graph, GraphAnalysis) else GraphAnalysis(graph)
+    found = BySearch(policies_of(policies), by_cap, **options).search(analysis)
     return found.plan, found.report
