@@ -264,6 +264,7 @@ class TestManual:
             ("layers.0._orig_mod.attn", [("layers.0.attn",)]),
             ("", [("",)]),
             ("no*", [("norm",)]),
+            ("*.0.attn", [("layers.0.attn",)]),
         ],
     )
     def test_grammar(self, entry, expected):
