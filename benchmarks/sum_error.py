@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.command import document_of, parser_of, title
-from torch_ext_bucketing.fsdp.all_to_all import sum_in_rank_order
+from torch_ext_bucketing.fsdp.rank_order import sum_in_rank_order
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
 

@@ -27,7 +27,7 @@ import torch
 import torch.fx as fx
 
 from .._torch.aot import in_backward, mark_backward
-from ..fsdp.all_to_all import SUM, steps_of
+from ..fsdp.rank_order import SUM, steps_of
 from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.nodes import argument
 from ..graph.tags import mark_replaced

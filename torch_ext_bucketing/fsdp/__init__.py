@@ -10,8 +10,8 @@ from __future__ import annotations
 from .._exports import lazy_exports
 
 _HOME = {
-    "AllToAllAllReduce": "all_to_all",
-    "AllToAllReduceScatter": "all_to_all",
+    "AllToAllAllReduce": "rank_order",
+    "AllToAllReduceScatter": "rank_order",
     "CPUOffloadPolicy": "wrapping",
     "FSDPModule": "wrapping",
     "MixedPrecisionPolicy": "wrapping",

@@ -14,7 +14,7 @@ from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..bucketing.caps import ByCap, CapMb, Eligible
 from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.plan import ByUnit, Groups, check_groups
-from ..fsdp.all_to_all import SUM, check_accumulate
+from ..fsdp.rank_order import SUM, check_accumulate
 from ..fsdp.units import Units
 from ..graph.edits import unchanged_on_error
 from ..graph.nodes import FSDP_KINDS, Kind, check_kinds

@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from ..._torch.estimates import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
-from ...fsdp.all_to_all import SUM, steps_of
+from ...fsdp.rank_order import SUM, steps_of
 from ...graph.dependencies import written_values
 from ...graph.fusion import Fused, fused, is_fused, is_read_once
 from ...graph.nodes import (

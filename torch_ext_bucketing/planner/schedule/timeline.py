@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...fsdp.all_to_all import SUM
+from ...fsdp.rank_order import SUM
 from ...graph.tags import is_optimizer
 from ..cost.cost import Costs
 from .model import Model
