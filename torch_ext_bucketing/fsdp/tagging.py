@@ -1,6 +1,6 @@
 """Find the parameters that each collective of a joint graph serves, and the nodes in between.
 
-Tags (:mod:`.tags`) are set on the joint forward+backward graph, the only one where AOTAutograd's
+Tags (:mod:`.graph.tags`) are set on the joint forward+backward graph, the only one where AOTAutograd's
 descriptors identify the parameters among the inputs and their gradients among the outputs::
 
     w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)

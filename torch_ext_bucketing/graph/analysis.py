@@ -258,7 +258,7 @@ class GraphAnalysis:
 
     @cached_property
     def shard_side(self) -> ShardSide:
-        """Nodes that may be different on other ranks; see :mod:`.uneven`."""
+        """Nodes that may be different on other ranks; see :mod:`.graph.sizes`."""
         return shard_side(self.graph, self.hints)
 
     @cached_property

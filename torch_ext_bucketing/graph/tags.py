@@ -1,6 +1,6 @@
 """Read and write tags: a collective's kind and the parameters (FQNs) whose bytes it moves.
 
-Tags are set on the joint graph (:mod:`.fsdp.tag_graph`) and stored in ``node.meta["custom"]``.
+Tags are set on the joint graph (:mod:`.fsdp.tagging`) and stored in ``node.meta["custom"]``.
 Partitioners, recomputation and Inductor's passes copy that dictionary, and torch's bucketing
 collects it from every member of a bucket, so tags survive all of these.
 """
