@@ -179,6 +179,7 @@ class CapPlanner:
             run = self.analysis.compute_before[c.start] - self._reached
             if run > self._max_run:
                 return "run", f"with {c.start.name}: {run} compute nodes since the bucket before"
+        # Last, since this is the only check that changes the bucket.
         if self._contracted.try_add(c.start):
             return None, ""
         return "dependency", self._contracted.why(c.start)

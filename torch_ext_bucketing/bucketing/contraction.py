@@ -135,6 +135,7 @@ class Contraction:
             return False
         bits, up = self._own(index)
         joined = _Bucket(now.members | bits, *self._closure(now.reach | up, now.settled))
+        # A member that another one needs, directly or through buckets, would be its own input.
         if joined.reach & joined.members:
             return False
         self._open = joined

@@ -133,6 +133,7 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]
         sizes = [w.numel(value) for value in flat]
     total = w.add(sizes)
     whole_size = w.times(total, ranks)
+    # One compile for all ranks can't have this rank's place in a constant.
     if compiles_for_all_ranks():
         packed = w.cat(flat, [total])
         if packed.meta["val"].dtype != dtype:

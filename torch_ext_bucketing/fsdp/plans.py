@@ -134,8 +134,8 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
 
     * The outermost one wins, so lists of experts or heads inside blocks are not block lists.
     * The children of a list are stages, not blocks (Swin), if in each of them inner block lists
-      hold more than two thirds of the parameters (in Swin three quarters: 24 C^2 of two blocks, 8
-      C^2 of a reduction). Inner blocks must have children with children, and not be named experts.
+      hold more than two thirds of the parameters. Inner blocks must have children with children,
+      and not be named experts.
     * Lists of leaf modules (``Linear``) only count if no list has composite ones.
     * A ``ModuleList`` or ``ModuleDict`` with one composite child counts if nothing outside it is
       repeated. Further lists of modules of a block's class count at any length (multi-token
@@ -269,6 +269,7 @@ def _is_block_list(tree: _ModuleTree, path: str, least: int) -> bool:
         return alike and len(repeated) >= 2
     if len(children) == 1:
         return least == 1 and tree.depth(path) >= 2
+    # Hybrids interleave two kinds of block, and a list may end with another module.
     return 2 * len(repeated) > len(children) and 2 * tree.size(*repeated) > tree.size(path)
 
 
@@ -278,7 +279,9 @@ def _block_lists(tree: _ModuleTree) -> list[str]:
     single = [p for p in _outermost_lists(tree, "", least=1) if len(tree.children(p)) == 1]
     # Experts or heads of the only block are repeated, but they are not blocks.
     lists = [p for p in lists if not any(_inside(p, s) for s in single)] or single or lists
+    # Lists of leaf modules only count if no list has composite ones.
     lists = [p for p in lists if tree.depth(p) >= 2] or lists
+    # Further lists of the blocks' classes, at any length: multi-token prediction.
     classes = {_class_of(child) for path in lists for _, child in tree.children(path)}
     more = [
         path
@@ -295,6 +298,7 @@ def _outermost_lists(tree: _ModuleTree, path: str, least: int) -> list[str]:
     if not _is_block_list(tree, path, least):
         return [p for child, _ in tree.children(path) for p in _outermost_lists(tree, child, least)]
     inner = {name: _inner_lists(tree, name) for name, _ in tree.children(path)}
+    # In Swin the blocks of a stage have three quarters of its parameters: 24 C^2, and 8 C^2 reduce.
     stages = all(
         lists and 3 * tree.size(*lists) > 2 * tree.size(name) for name, lists in inner.items()
     )
@@ -337,6 +341,7 @@ def _around(
         return [], [], []
     visit("")
     front, *between, tail = slots
+    # A head may be registered before the blocks: a Linear with the shape of an embedding's weight.
     shape = {name: next(tree.modules[name].parameters()).shape for name in front}
     shapes = {shape[name] for name in front if _is_embedding(tree.modules[name])}
     linear = [name for name in front if isinstance(tree.modules[name], nn.Linear)]

@@ -1,7 +1,7 @@
 """Find the parameters that each collective of a joint graph serves, and the nodes in between.
 
-Tags (:mod:`.graph.tags`) are set on the joint forward+backward graph, the only one where AOTAutograd's
-descriptors identify the parameters among the inputs and their gradients among the outputs::
+Tags (:mod:`.graph.tags`) are set on the joint forward+backward graph, the only one where
+AOTAutograd's descriptors identify parameters among the inputs and gradients among the outputs::
 
     w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)
     w -> abs -> max -> all_reduce -> ... -> mul(w, ...) -> all_gather_into_tensor      the same

@@ -106,6 +106,7 @@ class Units:
         name = canonical_fqn(fqn)
         places, aliases = self._tables
         name = aliases.get(name, name)
+        # The longest name covers a parameter: its own, its module's, or that of a module around it.
         while name not in places:
             if not name:
                 return None
@@ -374,6 +375,7 @@ class FSDPParamOrder(Units, CustomPassBase):
             wrapped.update(roots)
             by_key: dict[Hashable, list[nn.Parameter]] = {}
             own = (p for module in managed for _, p in module.named_parameters(recurse=False))
+            # A shared parameter belongs to the unit that visits it first.
             for parameter in dict.fromkeys(own):
                 if parameter not in taken:
                     taken.add(parameter)

@@ -200,6 +200,7 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
     numbers = hints or SizeHints()
     nodes = list(graph.nodes)
     starts = [n for n in nodes if kind_of(n) is not None]
+    # With even shards all ranks have one graph, and every node has its own cost.
     if not any(map(_is_uneven, starts)):
         return ShardSide()
     free: dict[fx.Node, bool] = {}  # depends on neither computation nor communication

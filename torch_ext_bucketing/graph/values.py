@@ -145,6 +145,7 @@ def cuts_before(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
     pending = {end: None}
     inside: list[fx.Node] = []
     reductions: list[fx.Node] = []
+    # The last pending node first: where it is alone, all values pass through it.
     while pending:
         node = max(pending, key=position.__getitem__)
         if len(pending) == 1:
