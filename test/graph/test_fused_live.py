@@ -69,6 +69,13 @@ def test_a_result_is_not_written_into_what_another_kernel_reads():
     assert profile == [3 * square, 4 * square, 5 * square, 5 * square]
 
 
+def test_the_buffers_to_write_into_are_in_the_order_of_reads():
+    """Ranks must choose alike, so nothing may depend on nodes' hashes."""
+    gm = graph_of(lambda *xs: sum(reversed(xs[:-1]), xs[-1]), *[SQUARE] * 7)
+    (buffers,) = GraphAnalysis(gm.graph, fuses=True).fused.reused.values()
+    assert [n.name for n in buffers] == [f"arg{i}_1" for i in range(6, -1, -1)]
+
+
 def block(x, w1, w2, w3):
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     h = x + torch.nn.functional.silu(normed @ w1) * (normed @ w2) @ w3

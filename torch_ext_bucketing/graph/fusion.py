@@ -141,7 +141,8 @@ class _Walk:
         self._absent, self._size = absent, functools.cache(size)
         self._root: dict[fx.Node, fx.Node] = {}
         self._inline: dict[fx.Node, dict[fx.Node, int]] = {}  # value -> bytes of each buffer
-        self._aligned: dict[fx.Node, set[fx.Node]] = {}  # value -> buffers read element by element
+        # Value -> buffers read element by element. Not sets, whose order differs between ranks.
+        self._aligned: dict[fx.Node, dict[fx.Node, None]] = {}
         self._joined: list[tuple[int, fx.Node, dict[fx.Node, int]]] = []
         self._made_by: dict[fx.Node, int] = {}  # buffer -> kernel, which may be another library's
         self._before: list[int] = []  # by kernel, a bit set of those it needs
@@ -194,15 +195,15 @@ class _Walk:
                 result.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
         return result
 
-    def _aligned_buffers(self, node: fx.Node, value: fx.Node) -> set[fx.Node]:
+    def _aligned_buffers(self, node: fx.Node, value: fx.Node) -> dict[fx.Node, None]:
         """Return the buffers that elementwise ``node`` reads, by ``value``, in its own order."""
         root = self._root.get(value, value)
         tensors = [n.meta.get("val") for n in (node, value, root)]
         if not all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in tensors):
-            return set()
+            return {}
         if not self._numel(node) == self._numel(value) == self._numel(root):
-            return set()
-        return self._aligned.get(root, set()) if root in self._inline else {root}
+            return {}
+        return self._aligned.get(root, {}) if root in self._inline else {root: None}
 
     def _numel(self, node: fx.Node) -> int:
         """Return the elements of a result, by its bytes: sizes may depend on data."""
@@ -288,7 +289,7 @@ class _Walk:
         if target not in _REARRANGES:
             for value in inputs:
                 mine = self._aligned_buffers(node, value)
-                self._aligned.setdefault(node, set()).update(mine)
+                self._aligned.setdefault(node, {}).update(mine)
         self._settle(node)
 
     def _settle(self, node: fx.Node) -> None:
