@@ -215,7 +215,7 @@ def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
         from benchmarks.parity_titan import TitanStepRuns as kind
     elif row.optimizer:
         from eager_parity.steps import StepRuns as kind
-    elif row.client == "torchtitan's model":
+    elif row.client in ("torchtitan's model", "torchtitan's calls"):
         from benchmarks.parity_titan import TitanRuns as kind
     elif row.client == "torchtitan's trainer":
         from benchmarks.parity_trainer import TrainerRuns as kind

@@ -15,13 +15,14 @@ import torch.nn as nn
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, full_dtensor, parallel_dims, utils
-from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.experiments.graph_trainer import simple_fsdp
 from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from eager_parity.ranks import RowReport, Runs
 from eager_parity.steps import StepRuns
+from torch_ext_bucketing import fsdp
 from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.recipes import recipe
@@ -96,7 +97,7 @@ class TitanRuns(Runs):
             mesh, experts, mesh_dims, experts_dims = dims.get_mesh(["fsdp"]), None, None, None
             if self.row.expert > 1:
                 experts = dims.get_mesh(["efsdp"])
-        apply_fsdp_to_decoder(
+        titan_fsdp.apply_fsdp_to_decoder(
             model,
             mesh,
             self.dtype,
@@ -114,6 +115,10 @@ class TitanRuns(Runs):
             return super().run_eager(report)
 
     def sharded(self) -> nn.Module:
+        if self.row.client == "torchtitan's calls":
+            ours = {"fully_shard": fsdp.fully_shard, "FSDPModule": fsdp.FSDPModule}
+            with mock.patch.multiple(titan_fsdp, **ours):
+                return self.eager()
         simple_fsdp._wrap_class_cache.clear()
         if self.row.spmd == "spmd_types":
             return self._sharded_on_spmd_types(self.build())
@@ -169,7 +174,7 @@ class TitanRuns(Runs):
         return super().compiled(model, compiler)
 
     def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
-        return recipe(model, reference=eager)
+        return recipe(model, reference=None if self.row.client == "torchtitan's calls" else eager)
 
     def batch(self, number: int) -> tuple[Any, ...]:
         """Return tokens and targets, the same on all tensor-parallel ranks."""

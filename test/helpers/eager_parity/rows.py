@@ -50,7 +50,7 @@ class Row:
         device: ``"cpu"``, on a ring group, or ``"cuda"``, on NCCL.
         client: the sharding that is compiled: this package's ``data_parallel`` or torchtitan's as
             it is installed; or torchtitan's of its own model, traced by Dynamo or by its graph
-            trainer.
+            trainer; or its calls of eager ``fully_shard`` with this package's in its place.
         tensor: tensor parallelism over the mesh's second dimension: parameters cut by hand, or by
             ``parallelize_module``, with or without the sequence sharded between blocks.
         layers: number of blocks; for torchtitan's models the first ones, 0 for all.
@@ -84,7 +84,9 @@ class Row:
     mode: Literal["fully_shard", "hybrid_shard", "replicate"] = "fully_shard"
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Literal["cpu", "cuda"] = "cpu"
-    client: Literal["ours", "torchtitan", "torchtitan's model", "torchtitan's trainer"] = "ours"
+    client: Literal[
+        "ours", "torchtitan", "torchtitan's model", "torchtitan's calls", "torchtitan's trainer"
+    ] = "ours"
     tensor: Literal["", "cut", "module", "module+sequence"] = ""
     layers: int = 2
     chunks: int = 1
@@ -190,6 +192,7 @@ _TENSOR: dict[str, Any] = {**_TITAN, "model": "tensor", "layout": False}
 _TENSOR_SHARED = {**_TENSOR, "model": "tensor_shared"}
 _OWN: dict[str, Any] = {"layers": 0, "chunk_bytes": 4096, "layout": False}
 _MODEL: dict[str, Any] = {**_OWN, "client": "torchtitan's model"}
+_CALLS: dict[str, Any] = {**_OWN, "client": "torchtitan's calls"}
 _TRAINER: dict[str, Any] = {**_OWN, "client": "torchtitan's trainer", "layers": 2}
 _SPLIT = (
     "one unit's gradients come in two graphs: two reductions, each with offsets of its own, where "
@@ -304,6 +307,9 @@ ROWS: tuple[Row, ...] = (
     Row("torchtitan_model/llama3", "llama3", **_MODEL),
     Row("torchtitan_model/deepseek_v3", "deepseek_v3", **_MODEL),
     Row("torchtitan_model/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL),
+    Row("fully_shard/titan_llama3", "llama3", **_CALLS),
+    Row("fully_shard/titan_deepseek_v3", "deepseek_v3", **_CALLS),
+    Row("fully_shard/titan_deepseek_v3_experts", "deepseek_v3", expert=2, **_CALLS),
     Row("graph_trainer/llama3", "llama3", **_TRAINER),
     Row("graph_trainer/deepseek_v3_experts", "deepseek_v3", expert=2, **_TRAINER),
     *_spmd_types(),
