@@ -217,6 +217,8 @@ def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
         from eager_parity.steps import StepRuns as kind
     elif row.client in ("torchtitan's model", "torchtitan's calls"):
         from benchmarks.parity_titan import TitanRuns as kind
+    elif row.client == "accelerate's calls":
+        from benchmarks.parity_accelerate import AccelerateRuns as kind
     elif row.client == "torchtitan's trainer":
         from benchmarks.parity_trainer import TrainerRuns as kind
     return kind(rank, row, mesh_of(row), steps)

@@ -246,7 +246,8 @@ class Runs:
         self.steps = steps
         self.dtype = DTYPES[row.dtype]
         # torchtitan's reductions are sums.
-        self.scale = 1.0 if row.client == "ours" else 1.0 / math.prod(row.data_sizes)
+        sums = row.client.startswith("torchtitan")
+        self.scale = 1.0 / math.prod(row.data_sizes) if sums else 1.0
 
     def report(self) -> RowReport:
         """Run all."""

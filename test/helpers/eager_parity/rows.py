@@ -50,7 +50,8 @@ class Row:
         device: ``"cpu"``, on a ring group, or ``"cuda"``, on NCCL.
         client: the sharding that is compiled: this package's ``data_parallel`` or torchtitan's as
             it is installed; or torchtitan's of its own model, traced by Dynamo or by its graph
-            trainer; or its calls of eager ``fully_shard`` with this package's in its place.
+            trainer; or its or accelerate's calls of eager ``fully_shard``, with this package's in
+            its place.
         tensor: tensor parallelism over the mesh's second dimension: parameters cut by hand, or by
             ``parallelize_module``, with or without the sequence sharded between blocks.
         layers: number of blocks; for torchtitan's models the first ones, 0 for all.
@@ -85,7 +86,12 @@ class Row:
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Literal["cpu", "cuda"] = "cpu"
     client: Literal[
-        "ours", "torchtitan", "torchtitan's model", "torchtitan's calls", "torchtitan's trainer"
+        "ours",
+        "torchtitan",
+        "torchtitan's model",
+        "torchtitan's calls",
+        "torchtitan's trainer",
+        "accelerate's calls",
     ] = "ours"
     tensor: Literal["", "cut", "module", "module+sequence"] = ""
     layers: int = 2
@@ -136,8 +142,9 @@ class Row:
         if self.case and self.device == "cuda":
             return "the case's models and meshes are on the CPU"
         missing = models[self.model].missing if self.model in models else []
-        if self.client != "ours" and importlib.util.find_spec("torchtitan") is None:
-            missing = [*missing, "torchtitan"]
+        client = self.client.partition("'")[0]
+        if client != "ours" and importlib.util.find_spec(client) is None:
+            missing = [*missing, client]
         return f"needs {', '.join(missing)}, which is not installed" if missing else ""
 
 
@@ -193,6 +200,7 @@ _TENSOR_SHARED = {**_TENSOR, "model": "tensor_shared"}
 _OWN: dict[str, Any] = {"layers": 0, "chunk_bytes": 4096, "layout": False}
 _MODEL: dict[str, Any] = {**_OWN, "client": "torchtitan's model"}
 _CALLS: dict[str, Any] = {**_OWN, "client": "torchtitan's calls"}
+_ACCELERATE: dict[str, Any] = {"client": "accelerate's calls", "layout": False}
 _TRAINER: dict[str, Any] = {**_OWN, "client": "torchtitan's trainer", "layers": 2}
 _SPLIT = (
     "one unit's gradients come in two graphs: two reductions, each with offsets of its own, where "
@@ -309,7 +317,9 @@ ROWS: tuple[Row, ...] = (
     Row("torchtitan_model/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL),
     Row("fully_shard/titan_llama3", "llama3", **_CALLS),
     Row("fully_shard/titan_deepseek_v3", "deepseek_v3", **_CALLS),
-    Row("fully_shard/titan_deepseek_v3_experts", "deepseek_v3", expert=2, **_CALLS),
+    Row("fully_shard/accelerate", "hf_llama", **_ACCELERATE),
+    Row("fully_shard/accelerate_tied", "hf_llama_tied", **_ACCELERATE),
+    Row("fully_shard/accelerate_meta", "hf_llama", **_ACCELERATE),
     Row("graph_trainer/llama3", "llama3", **_TRAINER),
     Row("graph_trainer/deepseek_v3_experts", "deepseek_v3", expert=2, **_TRAINER),
     *_spmd_types(),
