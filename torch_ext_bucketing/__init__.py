@@ -9,7 +9,8 @@ does. This module exports what most programs need. The rest is imported from its
 - ``passes.park.Park``: activations in host memory, by module;
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
-- ``rewrites``: the passes that ``MatchFSDP2`` stands for;
+- ``passes.combine_uses``, ``passes.add_by_unit``, ``passes.reduce_scatter_first``,
+  ``passes.merge_amax``: the passes that ``MatchFSDP2`` stands for;
 - ``fsdp.shard.ReduceOnce``: several backward calls, one reduction;
 - ``planner.cost.machine.Level``, ``H100``: networks and machines for the cost model;
 - ``planner.schedule.scheduler.schedule``, ``planner.schedule.model.peak_bytes``,
