@@ -53,17 +53,6 @@ def cannot_run():
 not_a_function = 3
 
 
-def test_whole_model_fits_one_bucket():
-    report = explain(f"{HERE}:two_blocks", goal="speed", world_size=4).report
-    assert [g.stage for g in report.graphs] == ["forward", "backward"]
-    assert report.collectives_after == {"all_gather": 2, "reduce_scatter": 1}
-    for bucket in report.buckets:
-        assert bucket.group_size == 4
-        assert bucket.closed_by == "end"
-        assert bucket.nbytes == sum(m.nbytes for m in bucket.members)
-        assert all(m.fqns for m in bucket.members)
-
-
 PARITY = """\
 recipe(model, 'parity'):
   MatchFSDP2(model, fsdp.manual_plan(['embedding', 'layers.[0-1]', 'head'], model))
@@ -110,8 +99,15 @@ def test_the_goal_speed():
     found = explain(f"{HERE}:two_blocks", goal="speed", world_size=4)
     names = [type(p).__name__ for p in found.passes]
     assert names == ["MatchFSDP2", "ReshardAfterForward", "BucketAndSchedule"]
-    assert len(found.report.schedules) == 2
-    assert "byte cap, MiB" in found.report.to_text()
+    report = found.report
+    assert [g.stage for g in report.graphs] == ["forward", "backward"]
+    assert report.collectives_after == {"all_gather": 2, "reduce_scatter": 1}
+    for bucket in report.buckets:
+        assert (bucket.group_size, bucket.closed_by) == (4, "end")
+        assert bucket.nbytes == sum(m.nbytes for m in bucket.members)
+        assert all(m.fqns for m in bucket.members)
+    assert len(report.schedules) == 2
+    assert "byte cap, MiB" in report.to_text()
     with pytest.raises(TargetError, match=r"recipe\(model, 'parity'\): no repeated blocks"):
         explain(f"{HERE}:one_layer", goal="parity", world_size=4)
 

@@ -103,6 +103,7 @@ def test_data_keeps_names_descriptors_tags_and_sizes(cache, monkeypatch, name, l
     monkeypatch.setattr(graphs, "trace_model", keep)
     graph = graphs.trace(name, layers, device="cpu", quiet=True, cache=cache)
     original_gm = traced[graph.phase, graph.recompute]
+    assert shared_storages(graph.gm) == shared_storages(original_gm)
     for before, after in zip(original_gm.graph.nodes, graph.gm.graph.nodes, strict=True):
         assert (before.name, before.op, before.target) == (after.name, after.op, after.target)
         assert str(before.args) == str(after.args)
@@ -120,9 +121,17 @@ def test_data_keeps_names_descriptors_tags_and_sizes(cache, monkeypatch, name, l
             assert facts(values[0]) == facts(values[1])
 
 
-def test_names():
-    assert len(NAMES) == 36
-    assert len(dict.fromkeys(NAMES)) == 36
+def shared_storages(gm):
+    """Map each node whose value lies in an earlier node's memory to the first such node."""
+    first, found = {}, {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            base = first.setdefault(value.untyped_storage()._cdata, node.name)
+            if base != node.name:
+                found[node.name] = base
+    assert len(found) > 20
+    return found
 
 
 @pytest.mark.parametrize("config", ["llama3_8b_fsdp64", "llama3_8b_fsdp8_tp8"])
@@ -136,9 +145,11 @@ def test_llama_collectives(loaded, config):
         reductions = starts(backward, "reduce_scatter", "fsdp")
         assert sorted(fqns(reductions)) == sorted(expected)
         assert all(n.args[1] == "avg" for n in reductions)
-        gathers = fqns(starts(backward, "all_gather", "fsdp"))
+        gathers = starts(backward, "all_gather", "fsdp")
         # The embedding's backward needs its input, not its weight.
-        assert sorted(gathers) == (sorted(expected[1:]) if suffix else [])
+        assert sorted(fqns(gathers)) == (sorted(expected[1:]) if suffix else [])
+        assert {n.meta["val"].dtype for n in gathers} <= {torch.bfloat16}
+        assert {n.meta["val"].dtype for n in reductions} == {torch.float32}
 
 
 def test_gradients_of_replicas_are_reduced_within_a_replica_first(loaded):
@@ -151,14 +162,6 @@ def test_gradients_of_replicas_are_reduced_within_a_replica_first(loaded):
     } == {(8,) * len(scatters)}
     for reduce in reduces:
         assert started_by(reduce.all_input_nodes[0]) in scatters
-
-
-def test_dtypes_are_those_of_mixed_precision_fsdp(loaded):
-    graph = loaded("llama3_8b_fsdp8_tp8.backward.recompute")
-    gathers = starts(graph, "all_gather", "fsdp")
-    reductions = starts(graph, "reduce_scatter", "fsdp")
-    assert {n.meta["val"].dtype for n in gathers} == {torch.bfloat16}
-    assert {n.meta["val"].dtype for n in reductions} == {torch.float32}
 
 
 def test_tensor_parallel_collectives_of_activations(loaded):
@@ -214,41 +217,6 @@ def test_every_collective_is_waited_for_and_its_group_resolves(loaded, name):
     for group, info in graph.groups.items():
         assert _resolve_process_group(group).size() == info.size
     assert dist.get_world_size() == graph.world_size
-
-
-@pytest.mark.parametrize(
-    "name", ["llama3_8b_fsdp8_tp8.backward.recompute", "deepseek_v3_fsdp64_ep8.forward"]
-)
-def test_running_the_graph_gives_the_loaded_metadata(loaded, name):
-    graph = loaded(name)
-    graph.gm.graph.lint()
-    compared = []
-
-    class Check(fx.Interpreter):
-        def run_node(self, node):
-            result = super().run_node(node)
-            if node.op == "call_function" and isinstance(result, torch.Tensor):
-                expected = node.meta["val"]
-                assert isinstance(expected, FakeTensor), node
-                assert expected.fake_mode is graph.mode, node
-                assert result.shape == expected.shape, node
-                assert result.dtype == expected.dtype, node
-                compared.append(node)
-            return result
-
-    inputs = [n.meta["val"] for n in graph.gm.graph.find_nodes(op="placeholder")]
-    with graph.mode:
-        Check(graph.gm).run(*inputs)
-    assert len(compared) > 150
-
-
-def test_views_alias(loaded):
-    graph = loaded("llama3_8b_fsdp64.forward")
-    views = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)
-    assert views
-    for view in views:
-        value, base = view.meta["val"], view.args[0].meta["val"]
-        assert value.untyped_storage()._cdata == base.untyped_storage()._cdata
 
 
 def small_llama(world):
