@@ -61,7 +61,7 @@ def without_unpacking(gm: fx.GraphModule) -> list[str]:
                 while out.target in views:
                     out = out.args[0]
                 members[out] = node.args[0], number
-        elif str(node.target) == "bucketing._split_all_gather.default":
+        elif node.target is aten.split_with_sizes_copy.default:
             dropped.add(node)
             for user in node.users:
                 assert user.target is operator.getitem, user

@@ -71,8 +71,7 @@ def starts(gm: fx.GraphModule, kind: str | None = None) -> list[fx.Node]:
 
 
 _PLUMBING = re.compile(
-    r"\s+(\w+) = (aten\.(view|split_with_sizes\w*|empty|alias|clone|_unsafe_view|slice|reshape)\b"
-    r"|bucketing\._split_all_gather\b|\w+\[)"
+    r"\s+(\w+) = (aten\.(view|split_with_sizes\w*|empty|alias|clone|_unsafe_view|slice|reshape)\b|\w+\[)"
 )
 
 

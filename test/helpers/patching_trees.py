@@ -191,7 +191,7 @@ class LinkedTorch:
                 elif not link.exists() and not (entry.suffix == ".pyc" and source in paths):
                     link.symlink_to(entry)
 
-    def run(self, *arguments: str, paths: tuple[Path, ...] = ()) -> str:
+    def run(self, *arguments: str, paths: tuple[Path, ...] = (), check: bool = True) -> str:
         """Run Python with ``arguments`` on this torch; return its output, then its errors."""
-        done = run_python("", self.folder, *paths, args=arguments)
+        done = run_python("", self.folder, *paths, args=arguments, check=check)
         return done.stdout + done.stderr
