@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import random
 import re
 import warnings
@@ -58,6 +59,7 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.pin_order import pin_order
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.cost.machine import Level
+from torch_ext_bucketing.planner.schedule import scheduler
 from torch_ext_bucketing.planner.schedule.list_schedule import (
     ROUNDING,
     ListScheduler,
@@ -1094,15 +1096,61 @@ def test_a_bound_out_of_reach_costs_no_search(passes):
     assert bounded <= 6 * free  # nodes placed; free is at its lower bound in one pass a plan
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_order_has_less_live_than_the_least(seed):
+    model = model_of(random_training(seed).graph, machine(0.3))
+    needs, rng = model.dependencies.needs, random.Random(seed)
+    orders = [range(len(model)), list_schedule(model, Options(window=16))]
+    for _ in range(3):
+        order, done = [], set()
+        while len(order) < len(model):
+            ready = [i for i in range(len(model)) if i not in done and done.issuperset(needs[i])]
+            order.append(rng.choice(ready))
+            done.add(order[-1])
+        orders.append(order)
+    places = rng.sample(range(len(model)), 20)
+    least = {i: model.least_bytes_at(i) for i in places}
+    assert any(least.values())
+    for order in orders:
+        live = dict(zip(order, model.liveness.profile(order), strict=True))
+        assert all(least[i] <= live[i] for i in places)
+
+
+def test_plans_far_above_a_bound_cost_little_and_change_nothing(passes, monkeypatch):
+    """Buckets of several parameters hold more than the bound in any order."""
+    b = Trainer()
+    x = b.matrix()
+    for i, shard in enumerate([b.matrix(DIM // 2) for _ in range(24)]):
+        x = b.mm(x, b.start("all_gather", shard, f"layers.{i}.w"))
+    graph, placed = b.finish([x]).graph, [0, 0]
+    for ratio in (0.7, 1.0, 1.3, 2.0):
+        found = []
+        for pruned in (True, False):
+            passes.clear()
+            with monkeypatch.context() as patched:
+                if not pruned:
+                    for module in (scheduler, cap_search):
+                        patched.setattr(module, "FAR", math.inf)
+                    patched.setattr(Model, "least_bytes_at", lambda self, i: 0)
+                bounds = [Overlap(), PeakMemory(ratio=ratio)]
+                _, report = choose_caps(graph, bounds, caps_mb=RUNGS, machine=machine(0.8))
+            placed[pruned] += sum(len(one.order) for one in passes)
+            found.append((round(report.chosen.misses, 9), round(report.chosen.step_ms, 6)))
+        assert found[0] == found[1]
+    assert 2 * placed[True] < placed[False]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_bound_out_of_reach_loses_no_order(seed, monkeypatch):
     graph = random_training(seed).graph
     model, peak = model_of(graph, machine(0.3)), GraphAnalysis(graph).peak_bytes
     for ratio in (0.5, 0.9, 1.0):
         found = []
-        for learn in (_LeastPeak.learn, lambda self, made: None):
+        for learns in (True, False):
             with monkeypatch.context() as patched:
-                patched.setattr(_LeastPeak, "learn", learn)
+                if not learns:
+                    patched.setattr(_LeastPeak, "learn", lambda self, made: None)
+                    patched.setattr(Model, "least_bytes_at", lambda self, i: 0)
                 bounds = [Overlap(), PeakMemory(ratio=ratio)]
                 report = schedule_model(model, bounds, peak).report
             found.append((round(report.misses, 9), round(report.step_ms[1], 6)))

@@ -444,6 +444,35 @@ class Model(NodeTable):
         i, s = max(made, key=lambda x: (size[x[1]], -x[0]), default=(-1, -1))
         return (nodes[i].name, size[s]) if i >= 0 else ("", 0)
 
+    def least_bytes_at(self, i: int) -> int:
+        """Return the bytes that are live while node ``i`` runs, whatever the order.
+
+        These are storages that the node or one that it needs allocates, and that the node or one
+        that needs it touches, or that are never freed.
+        """
+        before = self._reached(i, self.dependencies.needs)
+        after = self._reached(i, self.dependencies.needed_by)
+        live, apart, later = self.liveness, set[int](), set(self.liveness.kept)
+        for j, (new, touched) in enumerate(zip(live.allocates, live.touches, strict=True)):
+            if not before[j]:
+                apart.update(new)
+            if after[j]:
+                later.update(touched)
+        allocated = {s for mine in live.allocates for s in mine}
+        given = {s for mine in live.touches for s in mine if s not in allocated}
+        there = sum(live.size[s] for s in allocated if s in later and s not in apart)
+        return live.at_start + there - sum(live.size[s] for s in given if s not in later)
+
+    def _reached(self, i: int, edges: Sequence[Iterable[int]]) -> bytearray:
+        found, stack = bytearray(len(self)), [i]
+        found[i] = 1
+        while stack:
+            for j in edges[stack.pop()]:
+                if not found[j]:
+                    found[j] = 1
+                    stack.append(j)
+        return found
+
     @cached_property
     def needed_values(self) -> list[list[int]]:
         """The dependencies of each node, without those of the launch order."""

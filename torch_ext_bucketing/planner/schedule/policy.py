@@ -214,6 +214,64 @@ def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
     return given
 
 
+_DEFAULT_RATIO = 1.02
+"""The bound where no policy bounds memory, relative to the reference's peak. Gathers in flight by
+``Overlap.depth`` may take more."""
+
+
+class Bounds:
+    """The bounds of policies on the orders of one model.
+
+    Args:
+        model: the nodes to order.
+        policy: see :func:`.schedule`.
+        reference_bytes: see :func:`.schedule`.
+
+    Attributes:
+        limit_bytes: the bound on memory, if no policy has one about that of the model's own order.
+        unbounded: whether no policy has one.
+    """
+
+    def __init__(
+        self, model: Model, policy: Policy | Iterable[Policy], reference_bytes: int | None
+    ) -> None:
+        self.policies = policies = policies_of(policy)
+        given = Timeline.of(model)
+        reference = given.peak_bytes if reference_bytes is None else reference_bytes
+        self.case = case = Case(model, given, reference)
+        limit = self.ask(Options()).limit_bytes
+        self.unbounded = limit is None
+        if limit is None:
+            # Without a policy for memory an order must not take much more than the graph's.
+            spare = max((p.spare_bytes(case) for p in policies), default=0)
+            limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
+        self.limit_bytes = limit
+
+    def ask(self, options: Options, but: Policy | None = None) -> Options:
+        """Add the bounds to ``options``, without that of one policy."""
+        for p in self.policies:
+            options = options if p is but else p.ask(self.case, options)
+        return options
+
+    def misses(self, timeline: Timeline) -> float:
+        """Return how far an order misses the bounds of all policies."""
+        missed = sum(p.misses(self.case, timeline) for p in self.policies)
+        return missed + self.above(timeline.peak_bytes) if self.unbounded else missed
+
+    def above(self, nbytes: int) -> float:
+        """Return how far a peak is above the bound on memory, relative to the bound."""
+        return max(0, nbytes - self.limit_bytes) / max(1, self.limit_bytes)
+
+    @property
+    def least_above(self) -> float:
+        """A lower bound of :meth:`above` of any order's peak."""
+        given = self.case.given
+        if given.peak_bytes <= self.limit_bytes:
+            return 0.0
+        at = given.order[given.live.index(given.peak_bytes)]
+        return self.above(self.case.model.least_bytes_at(at))
+
+
 _WINDOWS = (0, 8, 16, 40, 100)
 _QUICK_WINDOWS = (0, 16, 100)
 

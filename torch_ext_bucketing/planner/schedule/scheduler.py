@@ -37,7 +37,7 @@ from ..cost.machine import H100, Machine, check_machine
 from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .plain import plain_schedule
-from .policy import Case, Options, Policy, policies_of
+from .policy import Bounds, Case, Options, Policy, policies_of
 from .timeline import Timeline, optimizer_ms, rank_order_ms, step_ms
 
 _FOR_MEMORY = tuple(
@@ -48,9 +48,6 @@ _FOR_MEMORY = tuple(
     for window in (0, 8)
 )
 """Orders with the least memory and the shortest runs: gathers at their use, reductions at once."""
-_DEFAULT_RATIO = 1.02
-"""The bound where no policy bounds memory, relative to the reference's peak. Gathers in flight by
-``Overlap.depth`` may take more."""
 _GIVEN = "as given"
 """The name of the graph's own order."""
 _ALONE = "without the host"
@@ -59,6 +56,9 @@ _PLAIN = "longest path first"
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """The number of attempts to tighten an order that misses its bound."""
+FAR = 0.25
+"""An order that misses a bound by more than that of gathers at their use is rare. Where that misses
+it by this much more than allowed, no others are tried."""
 _DEAR = 0.05
 """The least cost of a bound, relative to the step, that is worth a note."""
 _WORTH = 0.998
@@ -274,30 +274,13 @@ def schedule_within(
     Returns:
         None if the best order takes longer. Such orders are given up early.
     """
-    policies = policies_of(policy)
     clock = time.perf_counter()
-    given = Timeline.of(model)
-    reference = given.peak_bytes if reference_bytes is None else reference_bytes
-    case = Case(model, given, reference)
-
-    def ask(options: Options, but: Policy | None = None) -> Options:
-        for p in policies:
-            options = options if p is but else p.ask(case, options)
-        return options
-
-    # Without a policy for memory an order must not take much more than the graph's.
-    unbounded = ask(Options()).limit_bytes is None
-    spare = max((p.spare_bytes(case) for p in policies), default=0)
-    limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
-
-    least = _LeastPeak(given, limit if unbounded else ask(Options()).limit_bytes or 0)
-
-    def misses(timeline: Timeline) -> float:
-        missed = sum(p.misses(case, timeline) for p in policies)
-        if unbounded:
-            missed += max(0, timeline.peak_bytes - limit) / max(1, limit)
-        return missed
-
+    bounds = Bounds(model, policy, reference_bytes)
+    policies, case, ask, misses = bounds.policies, bounds.case, bounds.ask, bounds.misses
+    given, reference = case.given, case.reference_bytes
+    least = _LeastPeak(given, bounds.limit_bytes)
+    if not quick:  # the few orders of a quick search are worth making, and show it then
+        least.prove(model)
     wanted = [c for p in policies for c in p.candidates(case, quick)]
     passes = list[tuple[ListScheduler, Timeline | None]]()
     bound = model.paths.bound_ms
@@ -338,19 +321,24 @@ def schedule_within(
     def make(chosen: Iterable[Options]) -> None:
         for name, free in [left.pop(sort) for sort in chosen if sort in left]:
             options = ask(free)
-            if unbounded:
-                options = replace(options, limit_bytes=limit)
+            if bounds.unbounded:
+                options = replace(options, limit_bytes=bounds.limit_bytes)
             found = tried(name, least.allowed(options), free)
             if found is not None:
                 tries.append(found)
 
     first = like if like in left else None
-    if wanted and left and tries[0].misses:
+    if wanted and left and tries[0].misses and not least.nbytes:
         probed = first or next(iter(left))
         name_and_options = left[probed]
+        lean = min(left, key=lambda sort: (sort.window, sort.depth, sort.deadlines))
+        if at_most_misses < math.inf:
+            make([lean])
+            if min(t.misses for t in tries) > at_most_misses + FAR:
+                return None
         make([probed])
-        if left and least.beats(min(tries, key=_rank)):
-            make([min(left, key=lambda sort: (sort.window, sort.depth, sort.deadlines))])
+        if least.beats(min(tries, key=_rank)):
+            make([lean])
         if least.nbytes:
             left[probed] = name_and_options
     if first is not None:
@@ -382,10 +370,10 @@ def schedule_within(
             best = best if found is None else min(best, found, key=_rank)
     else:  # no policy is for speed: the order changes only if it misses a bound
         best = min(tries, key=lambda t: t.misses)
-    if best.misses and any(model.host) and final and not quick:
+    if least.beats(best) and any(model.host) and final and not quick:
         # Where the host is slow nothing waits, and updates are not placed to fill a wait.
         alone = replace(model, host=[0.0] * len(model))
-        order = schedule_model(alone, policies, reference, like=like).order
+        order = schedule_model(alone, policies, reference, like=like, final=False).order
         best = min(best, _Try(_ALONE, Timeline.of(model, order), misses), key=_rank)
         tries.append(best)
     if best.free is not None and wanted and final and not quick:
@@ -403,7 +391,7 @@ def schedule_within(
                 shorter = _made_with(model, without, passes)
                 if reached.step_ms - shorter.step_ms > _DEAR * reached.step_ms:
                     dear.append(_price(p, reached, shorter))
-    bounds = tuple(p.report(case, reached) for p in policies)
+    reports = tuple(p.report(case, reached) for p in policies)
     groups: dict[str, float] = {}
     for group, ms in zip(model.group, model.ms, strict=True):
         if group is not None:
@@ -420,7 +408,7 @@ def schedule_within(
         peak_bytes=(given.peak_bytes, reached.peak_bytes),
         reference_bytes=reference,
         longest_run=(given.longest_run, reached.longest_run),
-        bounds=bounds,
+        bounds=reports,
         misses=best.misses,
         least_misses=least.misses,
         chosen=best.name,
@@ -428,7 +416,7 @@ def schedule_within(
         bounds_cost_ms=cost,
         notes=(*(note for p in policies for note in p.notes(case)), *dear),
         largest=model.largest,
-        warnings=(*model.graph.hints.problems, *(b.warning for b in bounds if b.warning)),
+        warnings=(*model.graph.hints.problems, *(b.warning for b in reports if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
         size_hints=model.graph.hints.to_text(),
         seconds=time.perf_counter() - clock,
@@ -441,8 +429,10 @@ def schedule_within(
 class _LeastPeak:
     """The least peak of a model's orders, as far as some of them show it.
 
-    The bound is out of reach where the peak of three orders is of one size and at one node: in the
-    graph's order, in one with overtaking, and in one without, whose gathers are at their use.
+    The bound is out of reach where any order has the peak of the graph's at the same node
+    (:meth:`.Model.least_bytes_at`), or where the peak of three orders is of one size and at one
+    node: in the graph's order, in one with overtaking, and in one without, whose gathers are at
+    their use.
 
     Attributes:
         nbytes: the peak; 0 while orders with lower ones may be found.
@@ -454,6 +444,11 @@ class _LeastPeak:
         self._shown = set[bool]()
         self.nbytes, self.misses = 0, 0.0
 
+    def prove(self, model: Model) -> None:
+        """Check whether any order has the peak of the graph's."""
+        if self._bound < self._given.peak_bytes == model.least_bytes_at(self._at):
+            self._learn_all()
+
     def learn(self, made: ListScheduler) -> None:
         """Take note of the peak of an order, or of the part that was made."""
         given, options = self._given, made.options
@@ -461,8 +456,11 @@ class _LeastPeak:
             lean = not (options.window or options.depth)
             self._shown.update({lean} if lean or options.window else ())
         if len(self._shown) == 2 and not self.nbytes:
-            self.nbytes = given.peak_bytes
-            self.misses = (self.nbytes - self._bound) / max(1, self._bound)
+            self._learn_all()
+
+    def _learn_all(self) -> None:
+        self.nbytes = self._given.peak_bytes
+        self.misses = (self.nbytes - self._bound) / max(1, self._bound)
 
     @cached_property
     def _at(self) -> int:

@@ -50,8 +50,8 @@ from ...reports.schedule import CapsReport, ScheduleReport, TriedCaps
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.model import Model, model_of
-from ..schedule.policy import Options, Policy, policies_of
-from ..schedule.scheduler import Scheduled, rank, schedule_within
+from ..schedule.policy import Bounds, Options, Policy, policies_of
+from ..schedule.scheduler import FAR, Scheduled, rank, schedule_within
 from ..schedule.timeline import Timeline
 from .merged_model import merged_model, moves
 
@@ -181,6 +181,19 @@ def _to_report(name: _Name, report: ScheduleReport) -> TriedCaps:
     )
 
 
+class _Above(NamedTuple):
+    """How far peaks of a plan's orders are above the bound on memory, relative to the bound.
+
+    Args:
+        far: in the order of the merged graph, if by more than :data:`.FAR` and than in that of the
+            unmerged graph, else 0.
+        least: a lower bound for any order.
+    """
+
+    far: float
+    least: float
+
+
 class _Tried(NamedTuple):
     """A scheduled plan, made with ``max_compute_run=max_run``."""
 
@@ -210,6 +223,7 @@ class _Search:
         self._policies = options.policies
         runs = (policy.max_bucket_run() for policy in options.policies)
         self._max_run = min((run for run in runs if run is not None), default=None)
+        self._other_run = _SHORT_RUN if self._max_run is None else None
         self._costs = Costs(options.machine, analysis.hints)
         self._accumulate = options.accumulate
         self._groups = analysis.groups
@@ -220,6 +234,7 @@ class _Search:
         self._large = len(analysis.nodes) > _SMALL
         self._bucket_ms: dict[tuple[fx.Node, ...], float] = {}
         self._models: dict[_Buckets, Model] = {}
+        self._peaks: dict[_Buckets, _Above] = {}
         self._known: dict[tuple[_Buckets, Options | None], Scheduled | None] = {}
 
     @property
@@ -258,11 +273,13 @@ class _Search:
             ladder: caps in MiB, ascending.
             largest: try caps up to this size beside those of ``ladder``; 0: only these.
         """
+        # The model is small, or the bound is tight.
+        while ladder[0] > _SMALLEST_MB and self._is_far(ladder[0]):
+            ladder.insert(0, ladder[0] / 4)
         for cap in self._best_first(ladder):
             self._try(cap, self._max_run)
         for cap in ladder if self._may_miss_less() else ():
             self.attempt(cap)
-        # The model is small, or the bound is tight.
         while self._may_miss_less() and ladder[0] > _SMALLEST_MB:
             ladder.insert(0, ladder[0] / 4)
             self.attempt(ladder[0])
@@ -292,18 +309,21 @@ class _Search:
             self._try_plan(plan, None, name)
 
     def _best_first(self, ladder: Iterable[float]) -> Iterator[float]:
-        """Yield caps by the lower bound of their steps, of equals the largest first."""
+        """Yield caps by the lower bound of their steps, of equals the largest first.
+
+        Those whose orders are far above a bound come last, the nearest one first.
+        """
         # The busiest group's time is a cheaper bound: a cap is only modelled when it comes first.
         plans = {cap: self.plan(cap, self._max_run) for cap in ladder}
-        left = [(round(self._busiest_ms(plan), 9), False, -cap) for cap, plan in plans.items()]
+        left = [(0.0, round(self._busiest_ms(p), 9), False, -cap) for cap, p in plans.items()]
         heapq.heapify(left)
         while left:
-            _, known, cap = heapq.heappop(left)
+            *_, known, cap = heapq.heappop(left)
             if known:
                 yield -cap
             else:
-                bound_ms = self._merged(plans[-cap]).paths.bound_ms
-                heapq.heappush(left, (round(bound_ms, 9), True, cap))
+                far, model = self._above(plans[-cap]).far, self._merged(plans[-cap])
+                heapq.heappush(left, (far, round(model.paths.bound_ms, 9), True, cap))
 
     def _move_members(self) -> None:
         """Move members between buckets of the best plan while that makes the step shorter."""
@@ -394,7 +414,7 @@ class _Search:
         """
         self._try(caps, self._max_run, like)
         if self._may_miss_less():
-            self._try(caps, None if self._max_run is not None else _SHORT_RUN)
+            self._try(caps, self._other_run)
 
     def _try(
         self,
@@ -459,9 +479,10 @@ class _Search:
         if key not in self._known:
             self._known[key] = None
             useful_ms, model = self._useful_ms(plan), self._merged(plan)
-            del self._models[buckets]
-            if model.paths.bound_ms > useful_ms:
+            most = self.chosen.report.misses if self.tried else math.inf
+            if round(self._above(plan).least - most, 9) > 0 or model.paths.bound_ms > useful_ms:
                 return None
+            del self._models[buckets]
             # Try all orders: a few would rank plans by how well these few keep the bounds.
             self._known[key] = schedule_within(
                 useful_ms,
@@ -471,9 +492,25 @@ class _Search:
                 final=False,
                 like=like or (self.chosen.sort if self.tried else None),
                 near=like is None,
-                at_most_misses=self.chosen.report.misses if self.tried else math.inf,
+                at_most_misses=most,
             )
         return self._known[key]
+
+    def _above(self, plan: MergePlan) -> _Above:
+        """Compare a plan's peaks with the bound, before it is scheduled."""
+        buckets = tuple(b.members for b in plan.buckets)
+        if buckets not in self._peaks:
+            bounds = Bounds(self._merged(plan), self._policies, self._reference)
+            nbytes = bounds.case.given.peak_bytes
+            above = bounds.above(nbytes)
+            far = above > FAR and nbytes > self._unmerged_bytes
+            self._peaks[buckets] = _Above(round(above, 9) if far else 0.0, bounds.least_above)
+        return self._peaks[buckets]
+
+    def _is_far(self, cap: float) -> bool:
+        """Return whether a cap's peaks are far above the bound, whatever the compute runs."""
+        runs = (self._max_run, self._other_run)
+        return all(self._above(self.plan(cap, run)).far for run in runs)
 
     @cached_property
     def _reference(self) -> int:
