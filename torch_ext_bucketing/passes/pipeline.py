@@ -40,13 +40,13 @@ def in_order(passes: Iterable[GraphPass], model: nn.Module | None = None) -> lis
     for p in passes:
         if isinstance(p, MatchFSDP2):
             joint += [
-                # Removes the views on units' inputs, which hide the patterns of the others.
+                # Removes the views on units' inputs, before others look for patterns.
                 *p.add_by_unit,
                 # One gather and one reduction per parameter, of the sum of its gradients.
                 CombineUses(),
                 # Once per parameter, too: the uses of one share its all-reduce of amax by now.
                 MergeAmax(),
-                # Last, as it moves the all-reduces away from the sums that CombineUses looks for.
+                # Last, for the one reduction per parameter that CombineUses leaves.
                 ReduceScatterFirst(),
             ]
         elif TAGS in p.provides:
