@@ -25,7 +25,6 @@ from ..graph.nodes import Kind
 from ..graph.tags import member_tags, replaced_kind, tag_of
 from ..reports.base import Cause, LeftAlone
 from ..reports.graph import GraphReport, Unmerged
-from ..runtime.watch import other_bits
 from .compilation import Compilation
 
 _SHOWN = 8
@@ -137,15 +136,12 @@ class DividedUnits:
                 here.setdefault(unit, {})[fqn] = None
                 several += [fqn] * (times > 1)
         if several:
-            text = (
+            compilation.watched.warn_of_bits(
                 f"{format_names(several)} have several uses in one graph, whose gradients are "
-                "reduced one by one instead of their sum"
-            )
-            remedy = (
+                "reduced one by one instead of their sum",
                 "Put MatchFSDP2() first among the passes, as recipe() does; if it is there, the "
-                "report names the reason"
+                "report names the reason",
             )
-            compilation.warn(*other_bits(text, remedy))
         divided = []
         for unit, fqns in here.items():
             frames = self._seen.setdefault(unit, {})
@@ -156,13 +152,10 @@ class DividedUnits:
             divided += [(there, fqns) for there in elsewhere[-1:]]
         if divided:
             (there, these), more = divided[0], len(divided) - 1
-            text = (
+            compilation.watched.warn_of_bits(
                 f"one unit's gradients are reduced in several graphs: {format_names(there)} in an "
                 f"earlier one, {format_names(these)} in this one"
-                + (f" (and {more} more unit(s))" if more else "")
-            )
-            remedy = (
+                + (f" (and {more} more unit(s))" if more else ""),
                 "Remove the graph break between them (torch.compile(..., fullgraph=True) reports "
-                "it), or make each side's parameters a unit, in eager FSDP2 as well"
+                "it), or make each side's parameters a unit, in eager FSDP2 as well",
             )
-            compilation.warn(*other_bits(text, remedy))

@@ -48,11 +48,10 @@ class Watched:
     has_collectives: Callable[[], bool]
     warn: Callable[[str, type[Warning]], None]
 
-
-def other_bits(text: str, remedy: str) -> tuple[str, type[Warning]]:
-    """Return a warning that a unit's gradients are not reduced as eager FSDP2 reduces them."""
-    text = f"{text}, so weights do not match eager FSDP2's bit for bit. {remedy}"
-    return text, DividedUnitWarning
+    def warn_of_bits(self, reason: str, remedy: str) -> None:
+        """Warn that a unit's gradients are not reduced as eager FSDP2 reduces them."""
+        text = f"{reason}, so weights do not match eager FSDP2's bit for bit. {remedy}"
+        self.warn(text, DividedUnitWarning)
 
 
 @dataclass
@@ -165,15 +164,12 @@ class RunWatch:
         if len(own) < len(parameters) or own == planned:
             return
         if self._packing(own, members) != self._packing(planned, members):
-            text = (
+            self._compiled.warn_of_bits(
                 f"{format_names(own)} run the graph that was compiled for {self._names}, and are "
-                "packed like those, but their units differ"
-            )
-            remedy = (
+                "packed like those, but their units differ",
                 "Modules of one class share a graph: give them equal units, in eager FSDP2 as "
-                "well, or compile each with a backend(...) of its own"
+                "well, or compile each with a backend(...) of its own",
             )
-            self._compiled.warn(*other_bits(text, remedy))
 
     def _packing(
         self, fqns: Sequence[str], members: dict[int | None, list[str]]
@@ -210,12 +206,10 @@ class RunWatch:
             if known.warned or name not in rest:
                 return
             known.warned = True
-            self._compiled.warn(
-                *other_bits(
-                    f"{format_names(sorted(rest))} are in no compiled graph, and the gradient of "
-                    f"{name} was reduced without its unit",
-                    "Compile the whole model, or make each a unit, in eager FSDP2 as well",
-                )
+            self._compiled.warn_of_bits(
+                f"{format_names(sorted(rest))} are in no compiled graph, and the gradient of "
+                f"{name} was reduced without its unit",
+                "Compile the whole model, or make each a unit, in eager FSDP2 as well",
             )
 
         handle = parameter.register_post_accumulate_grad_hook(reduced)
@@ -227,12 +221,10 @@ class RunWatch:
             backward = current_backward()
             if mine.backward == backward:
                 mine.number = _BACKWARDS
-                self._compiled.warn(
-                    *other_bits(
-                        f"the graph that was compiled for {self._names} ran twice with the same "
-                        "parameters in one step, and reduced their gradients twice",
-                        "Compile the whole model, with MatchFSDP2() first among the passes",
-                    )
+                self._compiled.warn_of_bits(
+                    f"the graph that was compiled for {self._names} ran twice with the same "
+                    "parameters in one step, and reduced their gradients twice",
+                    "Compile the whole model, with MatchFSDP2() first among the passes",
                 )
             mine.backward = backward
 
