@@ -343,6 +343,7 @@ def compile_aot(
         boxed = getattr(compiled, "_boxed_call", False)
         return with_values(wrap(compiled if boxed else make_boxed_func(compiled)))
 
+    # There is nothing to partition without a backward: the joint passes run here.
     def finish_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         joint(graph)
         return finish(graph, inputs)

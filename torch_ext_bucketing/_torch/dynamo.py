@@ -121,6 +121,7 @@ def input_fqns(
         else:
             source = getattr(placeholder, "_dynamo_source", None)
             others.append((index, source, example if given is None else given))
+    # A source is only relative to the compiled module, so it must not take a name that is known.
     guessed = []
     taken = set(fqns.values())
     for index, source, tensor in others:

@@ -138,6 +138,7 @@ class AddByUnit(GraphPass):
             x = tensor()
             if x is None or index not in gradients:
                 continue
+            # Single gradients are added as by eager FSDP2. A graph's own sum is made before others.
             if x in self._summed:
                 compilation.warn(
                     f"the gradients of {name!r}, an input of unit "

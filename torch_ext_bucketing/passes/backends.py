@@ -131,6 +131,7 @@ class BucketingBackend:
             compiled = self._compile(gm, example_inputs, compilation, agrees, kwargs)
         if is_fresh:
             compiled = as_fresh_frame(compiled)
+        # Joint passes wrap outermost: a step's peak is measured over the whole call.
         for p in (*self.pipeline.forward_backward, *self.pipeline.joint):
             compiled = p.wrap(compiled, compilation)
         return compiled

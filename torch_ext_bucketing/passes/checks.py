@@ -68,6 +68,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     serving = [node for node in starts if tag_of(node) is not None]
     if has_tags and not serving:
         return ""  # Only activations'; the parameters' are in other graphs of the compile.
+    # Without any tag, all collectives are taken for the parameters'.
     starts = serving or starts
     if len(starts) < 2:
         return ""

@@ -69,6 +69,7 @@ class MergeAmax(GraphPass):
                         fqns.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
         groups: dict[Any, list[fx.Node]] = {}
         left: list[LeftAlone] = []
+        # Merging moves the reads of all members to one place, so that no write may lie between.
         writes = Writes(graph.nodes).unordered
         for node in [n for n in graph.nodes if n in fqns]:
             why = "the graph writes to tensors" if writes else unmergeable(node)

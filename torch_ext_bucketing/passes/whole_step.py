@@ -60,6 +60,7 @@ def whole_step_pass(
                 f"tensors, {len(trained)} of them trained: the graph has {len(inputs)} inputs "
                 f"and {others + len(trained)} outputs. Give the model that was traced"
             )
+        # Tensors inside of a parameter besides its shard, such as scales, have no name.
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
         added = run_pipeline(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
         if added:

@@ -197,6 +197,7 @@ def mismatch_text(
         f"the ranks of process group {group!r} ({size} ranks) launch different collectives in "
         f"their {' / '.join(stages)} graph, {len(versions)} versions of it. It was stopped."
     ]
+    # Causes first: a difference of versions or times explains one of the buckets.
     plannings = {v.planned_with for _, v in versions}
     for title, value_of in (
         ("They run different versions:", lambda v: v.environment),
