@@ -64,13 +64,13 @@ from torch_ext_bucketing.planner.schedule.list_schedule import (
     ROUNDING,
     ListScheduler,
     list_schedule,
+    plain_schedule,
 )
 from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory, forced_run
 from torch_ext_bucketing.planner.schedule.model import Model, model_of, peak_bytes
-from torch_ext_bucketing.planner.schedule.plain import plain_schedule
 from torch_ext_bucketing.planner.schedule.policy import Options, Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import _LeastPeak, schedule, schedule_model
-from torch_ext_bucketing.planner.schedule.timeline import Timeline, longest_compute_run
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.planner.search import cap_search
 from torch_ext_bucketing.planner.search.cap_search import BySearch, _Search
@@ -541,8 +541,8 @@ def test_no_order_has_shorter_runs_than_are_called_forced(seed: int, size: int):
     forced = forced_run(model)
     for limit in (1, 4, 100):
         order = list_schedule(model, Options(max_run=limit))
-        assert longest_compute_run(model, order) >= forced
-    best = longest_compute_run(model, list_schedule(model, Options(max_run=1)))
+        assert Timeline.of(model, order).longest_run >= forced
+    best = Timeline.of(model, list_schedule(model, Options(max_run=1))).longest_run
     assert best == forced, "on a chain the bound is reached"
 
 

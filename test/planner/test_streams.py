@@ -1,6 +1,7 @@
 """Groups on one network level share it."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -78,11 +79,13 @@ def test_a_level_is_never_idle_and_never_faster():
         group = [rng.choice("abc") for _ in range(count)]
         ms = [rng.choice((0.0, 0.5, 1.0, 3.0)) for _ in range(count)]
         at = sorted(rng.uniform(0, 6) for _ in range(count))
-        streams = Streams(group, ms, dict.fromkeys("abc", "level"))
+        nodes = {"group": group, "ms": ms, "host": [0.0] * count, "start_of": [-1] * count}
+        streams = Streams(SimpleNamespace(**nodes, shared=dict.fromkeys("abc", "level")))
         said = []
         for i, now in enumerate(at):
-            said.append(streams.would_end(i, now))
-            streams.launch(i, now)
+            streams.now = now
+            said.append(streams.would_end(i))
+            streams.run(i)
             if i + 1 == count:
                 assert streams.end[i] <= said[i] + 1e-9  # at most what it would have to wait
         busy_until = 0.0  # as if all went one after the other: the same total rate
@@ -90,8 +93,9 @@ def test_a_level_is_never_idle_and_never_faster():
             busy_until = max(busy_until, now) + work
         assert streams.last_end() == pytest.approx(busy_until)
         for i, now in enumerate(at):
-            alone = Streams(group, ms, {})
+            alone = Streams(SimpleNamespace(**nodes, shared={}))
             for j in range(i + 1):
-                alone.launch(j, at[j])
+                alone.now = at[j]
+                alone.run(j)
             assert streams.end[i] >= alone.end[i] - 1e-9
             assert now <= streams.begin[i] <= streams.end[i] + 1e-9

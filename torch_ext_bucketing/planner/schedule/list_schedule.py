@@ -24,23 +24,23 @@ There are three sorts of nodes:
 Under a limit on memory, gathers and overtaking kernels leave room for the nodes that the graph has
 before them. A kernel that would exceed the limit first waits for collectives in flight.
 
-Times are those of :mod:`.timeline`. The order does not depend on hash order, so a graph gets the
-same order in every process and on every rank.
+Times are those of :mod:`.timeline`. The order is the same in every process and on every rank.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
 from collections.abc import Sequence
 
 from ...graph.liveness import LiveBytes
-from .model import Model, Send, sooner_ms
-from .paths import Remaining
+from .analysis import Remaining, Send, sooner_ms
+from .model import Model
 from .policy import Options, at_least
 from .timeline import Streams
 
-_NO_STALL_MS = 1e-3
+_NO_STALL_MS = 1e-3  # a wait of at most this is none
 _NOTHING = Send(0.0, None, 0.0, 0.0)
 ROUNDING = 1 + 1e-9
 """The relative rounding error of sums of the same times in another order."""
@@ -63,9 +63,7 @@ class ListScheduler:
     """
 
     def __init__(self, model: Model, options: Options, at_most_ms: float = math.inf) -> None:
-        self.model = model
-        self.options = options
-        self.at_most_ms = at_most_ms * ROUNDING
+        self.model, self.options, self.at_most_ms = model, options, at_most_ms * ROUNDING
         self.lost = False  # the step is known to take longer than ``at_most_ms``
         # These record which options made a difference; see as_with().
         self.farthest = 0  # the most compute nodes that a long path overtook
@@ -78,11 +76,9 @@ class ListScheduler:
         self.capped = False  # a compute run reached ``max_run``
         self.analysis = analysis = model.analysis
         self.needs = model.dependencies.needs
-        self.needed_by = model.dependencies.needed_by
-        size = len(model)
         self.order: list[int] = []
-        self.done = [False] * size
-        self.missing = list(analysis.missing)  # in-degrees without what is done or available
+        self.done = [False] * len(model)
+        self.missing = list(analysis.missing)  # in-degrees without nodes done or available
         self.available = list(analysis.available)
         self.ready = list(analysis.ready)  # numbers of the kernels with in-degree 0
         self.pending: dict[int, list[int]] = {}  # the waits that a ready kernel needs
@@ -94,17 +90,16 @@ class ListScheduler:
         self.live = LiveBytes(model.liveness)
         self.freed_by_waits = 0  # live bytes that only open waits keep
         self.freed: dict[int, int] = {}
-        self.now = self.launched = 0.0  # the latter is the host's time
         self.kernels_ms = 0.0  # of the kernels in the order
-        self.streams = Streams(model.group, model.ms, model.shared)
-        self.end = self.streams.end
+        self.streams = Streams(model)
+        self.now, self.end = 0.0, self.streams.end
         self.last: dict[str | None, int] = {}  # each group's last launch
         self.tail = model.paths.tail
         self.left = Remaining(model, model.paths)
         self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
         self.next_filler = self.head = self.run_length = 0
         self.reductions = {group: list(starts) for group, starts in analysis.reductions.items()}
-        self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
+        self.wanted: set[int] = set()  # compute nodes that the next reduction needs
         self.reducing = False  # whether a reduction is left
         self.under: dict[int, list[int]] = {}
         for gather, kernel in options.under.items():
@@ -125,6 +120,7 @@ class ListScheduler:
             self._prefetch()
             self._retire()
             chosen = self._choose()
+            # Both change which kernel is the best one, so it is chosen anew.
             if self._launch_held(kernels[chosen]) or self._fill(kernels[chosen]):
                 continue
             for gather in self.under.pop(kernels[chosen], ()):
@@ -137,9 +133,8 @@ class ListScheduler:
         while self.held:
             self._emit(min(self.held, key=lambda i: (self._stall(i), i)))
             self._launch_produced()
-        for i, done in enumerate(self.done):
-            if not done:
-                self._emit(i)
+        for i in range(len(self.done)):
+            self._emit(i)
         return None if self.lost else self.order
 
     def as_with(self, options: Options) -> bool:
@@ -185,23 +180,18 @@ class ListScheduler:
         during = self.live.run(i)
         if during > self.peak_bytes:
             self.peak_bytes, self.peak_at = during, i
-        self.launched += model.host[i]
-        if self.launched > self.now:
-            self.now = self.launched
+        self.now = self.streams.run(i)
         if model.group[i] is not None:
-            self._launch(i)
+            self._launched(i)
         else:
-            start, ms = model.start_of[i], model.ms[i]
+            start = model.start_of[i]
             if start >= 0:
-                self.now = max(self.now, self.end[start])
                 self.freed_by_waits -= self.freed.pop(start, 0)
-            if ms:
-                self.now += ms
+            if model.ms[i]:
                 self.left.begin(i, None)
-            self.end[i] = self.now
         if model.compute[i]:
             self.run_length += 1
-            self.wanted.pop(i, None)
+            self.wanted.discard(i)
         number = analysis.at[i]
         if number >= 0:
             at = bisect.bisect_left(self.ready, number)
@@ -220,8 +210,8 @@ class ListScheduler:
             else:
                 self._emit(j)
 
-    def _launch(self, i: int) -> None:
-        self.streams.launch(i, self.now)
+    def _launched(self, i: int) -> None:
+        """Note the launch of collective ``i``."""
         group = str(self.model.group[i])
         self.last[group] = i
         end = self.end[i]
@@ -243,8 +233,8 @@ class ListScheduler:
 
     def _satisfied(self, i: int) -> None:
         """Lower the in-degrees of the nodes that need ``i``, and collect those that are ready."""
-        missing, available, needed_by = self.missing, self.available, self.needed_by
-        done, at = self.done, self.analysis.at
+        missing, available, done = self.missing, self.available, self.done
+        needed_by, at = self.model.dependencies.needed_by, self.analysis.at
         stack = [i]
         while stack:
             for j in needed_by[stack.pop()]:
@@ -304,7 +294,9 @@ class ListScheduler:
                 break
             self.in_flight.pop(0)
             wait = self.wait_of.get(start)
-            if wait is not None and not self.done[wait] and self._is_reduction(start):
+            # The result of a reduction reaches no kernel, so its wait only frees memory.
+            reduction = self.analysis.first_use[start] == len(self.analysis.kernels)
+            if wait is not None and not self.done[wait] and reduction:
                 self._emit(wait)
 
     def _make_room(self, kernel: int) -> None:
@@ -316,10 +308,6 @@ class ListScheduler:
             self._emit(self.wait_of[start])
             if self._has_room(kernel):
                 break
-
-    def _is_reduction(self, start: int) -> bool:
-        # Its result reaches no kernel, so its wait only frees memory.
-        return self.analysis.first_use[start] == len(self.analysis.kernels)
 
     # --- prefetching -----------------------------------------------------------------------------
 
@@ -368,10 +356,8 @@ class ListScheduler:
         if limit is None:
             return True
         analysis, done = self.analysis, self.done
-        most = self.live.now + analysis.own_bytes[node]
-        for need in self.needs[node]:
-            if not done[need]:
-                most += analysis.own_bytes[need]
+        mine = (node, *(need for need in self.needs[node] if not done[need]))
+        most = self.live.now + sum(analysis.own_bytes[i] for i in mine)
         if most <= limit:
             there = bisect.bisect_left(analysis.kernels, node)  # the graph's kernels before it
             most += self._growth(there)
@@ -431,7 +417,9 @@ class ListScheduler:
             by_tail = best >= 0
             best, best_tail, best_send, best_busy = number, tail, send, busy
         if best >= 0:
-            if waiting >= 0 and self._delays(kernels[best], waiting_tail, waits_ms, best_tail):
+            # The step ends later with the best kernel first than with a wait for the longest path.
+            held_ms = waits_ms + max(waiting_tail, best_tail, self.left.kernels_ms)
+            if waiting >= 0 and model.ms[kernels[best]] + waiting_tail > held_ms:
                 self.delayed = True
                 if options.hold:
                     return self._fitting(waiting, waits_ms, near, capped)
@@ -441,17 +429,10 @@ class ListScheduler:
         if fallback >= 0:
             return fallback
         # The bound on runs holds back all near kernels: take one that the reduction needs.
-        allowed = (
-            n for n in self.ready if not model.compute[kernels[n]] or kernels[n] in self.wanted
-        )
-        return next(allowed, self.ready[0])
-
-    def _delays(self, kernel: int, path_ms: float, stall: float, tail: float) -> bool:
-        """Return whether the step ends later with ``kernel`` first than with a wait of ``stall``.
-
-        ``tail`` is the path of ``kernel``, ``path_ms`` that of the kernel that waits.
-        """
-        return self.model.ms[kernel] + path_ms > stall + max(path_ms, tail, self.left.kernels_ms)
+        for number in self.ready:
+            if not compute[kernels[number]] or kernels[number] in self.wanted:
+                return number
+        return self.ready[0]
 
     def _fitting(self, waiting: int, stall: float, near: int, capped: bool) -> int:
         """Return the kernel of the longest path that fits into ``stall``, else ``waiting``."""
@@ -496,38 +477,26 @@ class ListScheduler:
         """Return the milliseconds that the compute stream would wait before ``kernel``."""
         waits = self.pending.get(kernel)
         if waits is None:
-            waits = self.pending[kernel] = self._open_waits(kernel)
+            start_of = self.model.start_of
+            waits = self.pending[kernel] = [i for i in self._open(kernel) if start_of[i] >= 0]
         latest, over = 0.0, False
         for wait in waits:
             if self.done[wait]:  # since the list was made
                 over = True
                 continue
             start = self.model.start_of[wait]
-            end = self.end[start] if self.done[start] else self.streams.would_end(start, self.now)
+            end = self.end[start] if self.done[start] else self.streams.would_end(start)
             if end > latest:
                 latest = end
         if over:
             self.pending[kernel] = [wait for wait in waits if not self.done[wait]]
         return latest - self.now
 
-    def _open_waits(self, node: int) -> list[int]:
-        """List the open waits that ``node`` needs."""
-        done, needs, start_of = self.done, self.needs, self.model.start_of
-        found, seen, stack = [], {node}, [node]
-        while stack:
-            for j in needs[stack.pop()]:
-                if done[j] or j in seen:
-                    continue
-                seen.add(j)
-                if start_of[j] >= 0:
-                    found.append(j)
-                stack.append(j)
-        return found
-
     def _may_overtake(self, number: int) -> bool:
         """Return whether there is room for a kernel now, and for those before it afterwards."""
-        bounded = self.options.limit_bytes is not None
-        return not bounded or self._has_room(self.analysis.kernels[number], self._growth(number))
+        if self.options.limit_bytes is None:
+            return True
+        return self._has_room(self.analysis.kernels[number], self._growth(number))
 
     def _has_room(self, kernel: int, growth: int | None = None) -> bool:
         """Return whether live bytes stay under the limit while ``kernel`` runs next.
@@ -545,16 +514,18 @@ class ListScheduler:
 
     def _open_needs(self, i: int) -> list[int]:
         """List the open nodes that ``i`` needs, then ``i``, in the order of their places."""
+        return [] if self.done[i] else sorted(self._open(i))
+
+    def _open(self, i: int) -> set[int]:
+        """Collect ``i`` and the open nodes that it needs."""
         done, needs = self.done, self.needs
-        if done[i]:
-            return []
         found, stack = {i}, [i]
         while stack:
             for j in needs[stack.pop()]:
                 if not done[j] and j not in found:
                     found.add(j)
                     stack.append(j)
-        return sorted(found)
+        return found
 
     # --- runs between reduce-scatters ------------------------------------------------------------
 
@@ -570,29 +541,60 @@ class ListScheduler:
         """Find the reduce-scatter that needs the fewest compute nodes, among each group's next."""
         if self.options.max_run is None:
             return
-        best: dict[int, None] | None = None
+        wanted = list[set[int]]()
         for starts in self.reductions.values():
             while starts and self.done[starts[-1]]:
                 starts.pop()
-            if not starts:
-                continue
-            wanted = self._open_compute(starts[-1], None if best is None else len(best))
-            if wanted is not None:
-                best = wanted
-        self.wanted, self.reducing = best or {}, best is not None
+            if starts:
+                wanted.append({j for j in self._open(starts[-1]) if self.model.compute[j]})
+        self.wanted, self.reducing = min(wanted, key=len, default=set()), bool(wanted)
 
-    def _open_compute(self, start: int, fewer_than: int | None) -> dict[int, None] | None:
-        """Return the open compute nodes that ``start`` needs; None for ``fewer_than`` or more."""
-        found: dict[int, None] = {}
-        seen, stack = {start}, [start]
-        while stack:
-            for j in self.needs[stack.pop()]:
-                if self.done[j] or j in seen:
-                    continue
-                seen.add(j)
-                stack.append(j)
-                if self.model.compute[j]:
-                    found[j] = None
-                    if fewer_than is not None and len(found) >= fewer_than:
-                        return None
-        return found
+
+def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | None:
+    """Return the order of the plain list schedule: of what can begin, the longest path goes first.
+
+    It knows no limit on memory, no window and no depth of prefetching, so no order of
+    :class:`ListScheduler` that is chosen may be longer, where the bounds allow this one.
+
+    Returns:
+        The places of all nodes; None if the step is known to take longer than ``at_most_ms``.
+    """
+    at_most_ms *= ROUNDING
+    tail, ms, group, start_of = model.paths.tail, model.ms, model.group, model.start_of
+    missing = [len(needs) for needs in model.dependencies.needs]
+    streams, left = Streams(model), model.paths.kernels_ms
+    starts: list[tuple[float, int]] = []
+    ready: list[tuple[float, int]] = []
+    waiting: list[tuple[float, float, int]] = []  # by the end of their collectives
+    order: list[int] = []
+
+    def add(i: int) -> None:
+        if group[i] is not None:
+            heapq.heappush(starts, (-tail[i], i))
+        elif start_of[i] >= 0:
+            heapq.heappush(waiting, (streams.end[start_of[i]], -tail[i], i))
+        else:
+            heapq.heappush(ready, (-tail[i], i))
+
+    for i, needs in enumerate(missing):
+        if not needs:
+            add(i)
+    while starts or ready or waiting:
+        while waiting and waiting[0][0] <= streams.now:
+            heapq.heappush(ready, heapq.heappop(waiting)[1:])
+        # Starts keep no stream of kernels busy, so they launch as soon as their inputs are there.
+        i = heapq.heappop(starts or ready)[1] if starts or ready else heapq.heappop(waiting)[2]
+        streams.run(i)
+        if group[i] is not None:
+            end_ms = streams.end[i] + tail[i] - ms[i]
+        else:
+            end_ms = streams.begin[i] + max(left, tail[i])
+            left -= ms[i]
+        if end_ms > at_most_ms:
+            return None
+        order.append(i)
+        for j in model.dependencies.needed_by[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                add(j)
+    return order

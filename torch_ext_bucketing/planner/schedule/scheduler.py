@@ -34,9 +34,8 @@ from ...reports.base import sizes_text
 from ...reports.schedule import ScheduleReport
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine, check_machine
-from .list_schedule import ROUNDING, ListScheduler, list_schedule
+from .list_schedule import ROUNDING, ListScheduler, list_schedule, plain_schedule
 from .model import Model, model_of
-from .plain import plain_schedule
 from .policy import Bounds, Case, Options, Policy, policies_of
 from .timeline import Timeline, optimizer_ms, rank_order_ms, step_ms
 
@@ -52,7 +51,7 @@ _GIVEN = "as given"
 """The name of the graph's own order."""
 _ALONE = "without the host"
 _PLAIN = "longest path first"
-"""The name of the order that :mod:`.plain` makes."""
+"""The name of the order that :func:`.plain_schedule` makes."""
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """The number of attempts to tighten an order that misses its bound."""

@@ -1,22 +1,20 @@
-"""Streams of collectives: one after the other in each process group, groups in parallel.
-
-Groups on one level of a network share it: each of n busy groups gets one n-th of the bandwidth.
-Groups on unknown levels don't slow each other down::
-
-    group a   [ gather, alone 4 ms  ]            begins at 0
-    group b        [ reduce, 2 ms ]              begins at 1: both at half the rate until 5
-    a again at its full rate                     3 - 4 / 2 = 1 ms left at 5, done at 6
-
-Timelines of an order on the host, one compute stream and one stream per process group.
+"""Run an order on the host, one compute stream and one stream per process group.
 
 The host launches one node after the other. Kernels begin when they are launched, and their stream
 and their inputs are ready. A collective begins when it is launched, its group's stream is free and
-the compute stream has reached it (:mod:`.streams`). A wait holds the compute stream until its
-collective ends, and does not hold the host::
+the compute stream has reached it. A wait holds the compute stream until its collective ends, and
+does not hold the host::
 
     host       mm cat rs mm mm wait mm
     compute       mm   cat   mm  mm  |exposed| wait  mm
     group 0                 [ reduce_scatter ]
+
+Groups run in parallel. Those on one level of a network share it: each of n busy groups gets one
+n-th of the bandwidth. Groups on unknown levels don't slow each other down::
+
+    group a   [ gather, alone 4 ms  ]            begins at 0
+    group b        [ reduce, 2 ms ]              begins at 1: both at half the rate until 5
+    a again at its full rate                     3 - 4 / 2 = 1 ms left at 5, done at 6
 """
 
 from __future__ import annotations
@@ -24,63 +22,79 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...fsdp.rank_order import SUM
 from ...graph.tags import is_optimizer
 from ..cost.cost import Costs
+from .analysis import NodeTable
 from .model import Model
 
 _DONE_MS = 1e-12
+"""The most that rounding leaves of a collective that is done."""
 
 
 class Streams:
-    """The streams of all groups of a model. Launches come in the order of time.
-
-    Args:
-        group: the process group of each collective, by place.
-        ms: milliseconds of each node alone on its level.
-        shared: the network level of each group that shares one.
+    """The host and all streams of a model. Nodes run in the order of :meth:`run`.
 
     Attributes:
-        begin: milliseconds at the begin of each node, by place.
+        now: milliseconds that the compute stream has reached.
+        begin: milliseconds at the begin of each node, by place. Those of collectives on shared
+            levels, and their ``end``, hold as long as no further ones launch.
         end: milliseconds at its end.
     """
 
-    def __init__(
-        self, group: Sequence[str | None], ms: Sequence[float], shared: Mapping[str, str]
-    ) -> None:
-        self._group, self._ms = group, ms
-        self.begin, self.end = [0.0] * len(ms), [0.0] * len(ms)
+    def __init__(self, model: NodeTable) -> None:
+        self._ms, self._host = model.ms, model.host
+        self._group, self._start_of = model.group, model.start_of
+        self.begin, self.end = [0.0] * len(model.ms), [0.0] * len(model.ms)
+        self.now = self._launched = 0.0
         self._free: dict[str, float] = {}
-        levels = {level: _Level(self.begin, self.end) for level in shared.values()}
-        self._level = {g: levels[level] for g, level in shared.items()}
+        levels = {level: _Level(self.begin, self.end) for level in model.shared.values()}
+        self._level = {group: levels[level] for group, level in model.shared.items()}
 
-    def launch(self, i: int, now: float) -> None:
-        """Launch collective ``i``, and delay the ``end`` of others on its level."""
+    def run(self, i: int) -> float:
+        """Run node ``i``, after those that it needs; return :attr:`now`."""
+        # This runs for each node of each order, so it calls nothing for a kernel.
+        now, launched = self.now, self._launched + self._host[i]
+        self._launched = launched
+        if launched > now:
+            now = launched
         group = self._group[i]
-        assert group is not None
+        if group is not None:
+            self.now = now
+            self._launch(i, group)
+            return now
+        start = self._start_of[i]
+        if start >= 0 and self.end[start] > now:
+            now = self.end[start]
+        self.begin[i] = now
+        self.now = self.end[i] = now = now + self._ms[i]
+        return now
+
+    def _launch(self, i: int, group: str) -> None:
         level = self._level.get(group)
         if level is not None:
-            level.launch(i, group, now, self._ms[i])
+            level.launch(i, group, self.now, self._ms[i])
             return
-        self.begin[i] = max(now, self._free.get(group, 0.0))
-        self.end[i] = self._free[group] = self.begin[i] + self._ms[i]
+        begin = self.begin[i] = max(self.now, self._free.get(group, 0.0))
+        self.end[i] = self._free[group] = begin + self._ms[i]
 
-    def would_end(self, i: int, now: float) -> float:
-        """Return the end of collective ``i`` if it launched at ``now`` and no other one after."""
+    def would_end(self, i: int) -> float:
+        """Return the end of collective ``i`` if it launched now and no other one after."""
         group = self._group[i]
         assert group is not None
         level = self._level.get(group)
         if level is not None:
-            return level.would_end(group, now, self._ms[i])
-        return max(now, self._free.get(group, 0.0)) + self._ms[i]
+            return level.would_end(group, self.now, self._ms[i])
+        return max(self.now, self._free.get(group, 0.0)) + self._ms[i]
 
     def last_end(self) -> float:
-        """Return the end of the last collective."""
-        return max(self.end, default=0.0) if self._level else max(self._free.values(), default=0.0)
+        """Return the end of the last stream."""
+        ends = self.end if self._level else self._free.values()
+        return max(self.now, max(ends, default=0.0))
 
 
 class _Level:
@@ -135,27 +149,37 @@ class Timeline:
         begin: milliseconds at the begin of each node, by place.
         end: milliseconds at its end.
         step_ms: the end of the last stream.
-        compute_ms: milliseconds that the compute stream is busy.
-        exposed_ms: milliseconds that it waits for communication or the host, also after its last
-            kernel.
     """
 
     order: Sequence[int]
     begin: Sequence[float]
     end: Sequence[float]
     step_ms: float
-    compute_ms: float
-    exposed_ms: float
     _model: Model = field(repr=False)
 
     @staticmethod
     def of(model: Model, order: Sequence[int] | None = None) -> Timeline:
         """Compute the timeline of ``order``, by default the graph's."""
-        order = range(len(model)) if order is None else order
-        streams, step, busy = _run(model, order)
-        return Timeline(order, streams.begin, streams.end, step, busy, step - busy, model)
+        order, streams = range(len(model)) if order is None else order, Streams(model)
+        for i in order:
+            streams.run(i)
+        return Timeline(order, streams.begin, streams.end, streams.last_end(), model)
 
-    # Most orders of a search are too long, and nobody reads their memory.
+    # Most orders of a search are too long, and nobody reads more than their steps.
+
+    @cached_property
+    def compute_ms(self) -> float:
+        """Milliseconds that the compute stream is busy."""
+        ms, group = self._model.ms, self._model.group
+        return sum(ms[i] for i in self.order if group[i] is None)
+
+    @property
+    def exposed_ms(self) -> float:
+        """Milliseconds that the compute stream waits for communication or the host.
+
+        Those after its last kernel count, too.
+        """
+        return self.step_ms - self.compute_ms
 
     @cached_property
     def launched(self) -> Sequence[float]:
@@ -178,50 +202,23 @@ class Timeline:
 
         0 without reduce-scatters.
         """
-        return longest_compute_run(self._model, self.order)
+        return max((run for _, run in compute_runs(self._model, self.order)), default=0)
 
 
 def step_ms(model: Model, order: Sequence[int]) -> float:
     """Compute :attr:`Timeline.step_ms` alone, of all nodes or some."""
-    return _run(model, order)[1]
+    return Timeline.of(model, order).step_ms
 
 
-def _run(model: Model, order: Sequence[int]) -> tuple[Streams, float, float]:
-    """Run ``order``: return the streams, the end of the last one, and the compute stream's load."""
-    streams = Streams(model.group, model.ms, model.shared)
-    begin, end = streams.begin, streams.end
-    now = busy = launched = 0.0
-    host = model.host
-    for i in order:
-        launched += host[i]
-        if launched > now:
-            now = launched
-        if model.group[i] is not None:
-            streams.launch(i, now)
-            continue
-        start = model.start_of[i]
-        if start >= 0 and end[start] > now:
-            now = end[start]
-        begin[i] = now
-        now += model.ms[i]
-        busy += model.ms[i]
-        end[i] = now
-    return streams, max(now, streams.last_end()), busy
-
-
-def compute_runs(model: Model, order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each reduce-scatter start, and the number of compute nodes since the one before it."""
-    run = 0
+def compute_runs(model: Model, order: Sequence[int]) -> list[tuple[int, int]]:
+    """List the reduce-scatter starts, each with the compute nodes since the one before it."""
+    found, run = list[tuple[int, int]](), 0
     for i in order:
         run += model.compute[i]
         if model.reduces[i]:
-            yield i, run
+            found.append((i, run))
             run = 0
-
-
-def longest_compute_run(model: Model, order: Sequence[int]) -> int:
-    """Return :attr:`Timeline.longest_run`."""
-    return max((run for _, run in compute_runs(model, order)), default=0)
+    return found
 
 
 def rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | None:
@@ -230,8 +227,7 @@ def rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | N
     if not any(n.target is SUM for n in nodes):
         return None
     ms, host = costs.with_rings(nodes, model.ms, model.host)
-    rings = replace(model, ms=ms, host=host)
-    return Timeline.of(model, order).step_ms - Timeline.of(rings, order).step_ms
+    return step_ms(model, order) - step_ms(replace(model, ms=ms, host=host), order)
 
 
 def optimizer_ms(model: Model, order: Sequence[int]) -> tuple[float, float, float] | None:
@@ -242,7 +238,6 @@ def optimizer_ms(model: Model, order: Sequence[int]) -> tuple[float, float, floa
     ms, host = list(model.ms), list(model.host)
     for i in mine:
         ms[i] = host[i] = 0.0
-    without = Timeline.of(replace(model, ms=ms, host=host), order).step_ms
+    added = step_ms(model, order) - step_ms(replace(model, ms=ms, host=host), order)
     kernels = sum(model.ms[i] for i in mine if model.group[i] is None)
-    collectives = sum(model.ms[i] for i in mine if model.group[i] is not None)
-    return Timeline.of(model, order).step_ms - without, kernels, collectives
+    return added, kernels, sum(model.ms[i] for i in mine if model.group[i] is not None)

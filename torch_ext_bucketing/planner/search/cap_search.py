@@ -53,7 +53,7 @@ from ..schedule.model import Model, model_of
 from ..schedule.policy import Bounds, Options, Policy, policies_of
 from ..schedule.scheduler import FAR, Scheduled, rank, schedule_within
 from ..schedule.timeline import Timeline
-from .merged_model import merged_model, moves
+from .merged_model import merged_model, neighbors
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)
 """Caps to try, in MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
@@ -334,7 +334,7 @@ class _Search:
         left = int(min(1.0, above / _FAR) * _MOVED_NODES) // len(self._analysis.nodes)
         at = fruitless = 0  # moves since the last one that helped
         while left > 0:
-            changed = moves(self._planner.runs(), self.chosen.plan)
+            changed = neighbors(self._planner.runs(), self.chosen.plan)
             if fruitless >= len(changed):
                 break
             best = self.best()

@@ -1,7 +1,7 @@
 """Model a graph as if a plan's buckets were merged, without merging them.
 
 The search for byte caps schedules many plans. Merging each in a copy of the graph takes several
-times as long as scheduling it, so the model of the unmerged graph is rewritten instead, with the
+times as long as scheduling it, so the model of the unmerged graph is edited instead, with the
 few nodes that merging leaves of each bucket::
 
     gathers         ag(a) w(a) ... ag(b) w(b) ...        pack AG wait copy(a) copy(b) ... ...
@@ -16,7 +16,7 @@ a reduced member writes it into the buffer. Copies out of a gather's buffer are 
 even then: of generated code only those fuse that elementwise operators read, such as weights of
 norms. Torch 2.11 packs a gather with one operator, so its times differ a little.
 
-Change one bucket of a plan at a time, for the search in small graphs.
+At the end, :func:`neighbors` lists the plans next to one, for the search in small graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.fx as fx
 
@@ -35,7 +35,7 @@ from ...bucketing.plan import Bucket, MergePlan
 from ...graph.analysis import Collective
 from ...graph.nodes import Kind, group_size
 from ..cost.cost import Costs
-from ..schedule.model import Model, Row
+from ..schedule.model import Model, ModelEdit, Row
 
 
 def merged_model(
@@ -68,7 +68,7 @@ def merged_model(
         in_order = all(m in replaced for m in bucket.members)
         merged.append(_Merged(bucket, starts, [wait_of[s] for s in starts], in_order))
     order = _Sorted(model, merged).order()
-    return None if order is None else _Rewritten(model, merged, costs, place).model(order)
+    return None if order is None else _BucketEdit(model, merged, costs, place).model(order)
 
 
 @dataclass
@@ -167,26 +167,19 @@ class _Sorted:
                     stack += reversed(self._waiting.pop(item))
 
 
-class _Rewritten:
-    """The model of sorted items."""
+class _BucketEdit:
+    """The edit of a model that puts buckets in the place of their members."""
 
     def __init__(
         self, model: Model, merged: Sequence[_Merged], costs: Costs, place: Mapping[fx.Node, int]
     ) -> None:
-        self._old = model
-        self._merged = merged
-        self._costs = costs
-        self._rows: list[Row] = []
-        self._at = [-1] * len(model)  # new place of each old node's result
+        self._old, self._merged, self._costs, self._place = model, merged, costs, place
+        self._edit = ModelEdit(model)
         self._packs: dict[int, tuple[int, int]] = {}  # old start or wait -> old start, pack
-        self._size = list(model.liveness.size)
-        self._kept = dict(model.liveness.kept)
         self._instead: dict[int, int] = {}  # reduced member's storage -> buffer
-        self._place = place
         self._casts = self._merged_casts()
-        self._members: dict[int, tuple[fx.Node, ...]] = {}
 
-    def model(self, order: Sequence[int]) -> Model:
+    def model(self, order: Iterable[int]) -> Model:
         for m in self._merged:
             if m.kind != "all_gather":
                 self._share_buffer(m)
@@ -195,8 +188,7 @@ class _Rewritten:
                 self._keep(item)
             else:
                 self._add_bucket(self._merged[~item])
-        at_start = self._old.liveness.at_start
-        return self._old.rebuilt(self._rows, self._members, self._size, self._kept, at_start)
+        return self._edit.model()
 
     def _merged_casts(self) -> dict[int, tuple[int, ...]]:
         """Map each cast that packing does to the storages that it reads."""
@@ -222,16 +214,18 @@ class _Rewritten:
 
     def _share_buffer(self, m: _Merged) -> None:
         """Make the results of all members parts of one storage."""
-        results = [s for i in m.starts for s in self._old.liveness.allocates[i]]
-        buffer = self._storage(sum(self._size[s] for s in results))
+        buffer = self._storage_of(results := self._results(m))
         for s in results:
             self._instead[s] = buffer
-            if s in self._kept:
-                self._kept[buffer] = None
+            if s in self._edit.kept:
+                self._edit.kept[buffer] = None
 
-    def _storage(self, nbytes: int) -> int:
-        self._size.append(nbytes)
-        return len(self._size) - 1
+    def _results(self, m: _Merged) -> list[int]:
+        return [s for i in m.starts for s in self._old.liveness.allocates[i]]
+
+    def _storage_of(self, parts: Iterable[int]) -> int:
+        """Add a storage as large as some others together."""
+        return self._edit.storage(sum(self._edit.size[s] for s in parts))
 
     def _now(self, storages: tuple[int, ...]) -> tuple[int, ...]:
         instead = self._instead
@@ -239,21 +233,17 @@ class _Rewritten:
             return storages
         return tuple(dict.fromkeys(instead.get(s, s) for s in storages))
 
-    def _add(self, row: Row) -> int:
-        """Add a node and return its place."""
-        self._rows.append(row)
-        return len(self._rows) - 1
-
     def _keep(self, i: int) -> None:
-        row = self._old.row(i, self._at)
-        needs = self._old.needed_values[i]
+        needs, touches = self._old.needed_values[i], self._old.liveness.touches[i]
+        changes: dict[str, Any] = {}
         if not self._packs.keys().isdisjoint(needs):
-            row = row._replace(needs=[self._needed_by_write(i, j) for j in needs])
-        if i in self._casts:
-            row = Row(row.node, row.needs, (), self._casts[i], view=True)  # packing does it
-        elif (touches := self._now(row.touches)) is not row.touches:
-            row = row._replace(touches=touches)
-        self._at[i] = self._add(row)
+            changes["needs"] = [self._needed_by_write(i, j) for j in needs]
+        if i in self._casts:  # packing does it
+            dropped = {"ms": 0.0, "host": 0.0, "allocates": (), "touches": self._casts[i]}
+            changes |= {**dropped, "compute": False, "view": True}
+        elif (now := self._now(touches)) is not touches:
+            changes["touches"] = now
+        self._edit.keep(i, **changes)
 
     def _needed_by_write(self, i: int, j: int) -> int:
         """Return the new place of ``j``, which node ``i`` needs.
@@ -267,75 +257,77 @@ class _Rewritten:
         start, pack = self._packs.get(j, (j, -1))
         live = self._old.liveness
         reads_it = pack < 0 or not set(live.allocates[start]).isdisjoint(live.touches[i])
-        return self._at[j] if reads_it else pack
+        return self._edit.at[j] if reads_it else pack
 
     def _add_bucket(self, m: _Merged) -> None:
-        results = [s for i in m.starts for s in self._old.liveness.allocates[i]]
         inputs = tuple(dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i))))
         add = self._add_gather if m.kind == "all_gather" else self._add_reduction
-        self._members[add(m, results, inputs)] = m.bucket.members
+        self._edit.members[add(m, inputs)] = m.bucket.members
 
-    def _add_gather(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> int:
+    def _add_gather(self, m: _Merged, inputs: tuple[int, ...]) -> int:
         """Add a bucket of gathers and return its start's place."""
-        old, costs, members = self._old, self._costs, m.bucket.members
-        moved = sum(map(costs.collective_bytes, members))
+        old, costs, edit, members = self._old, self._costs, self._edit, m.bucket.members
         gathered = [costs.result_bytes(member) for member in members]
-        buffer = self._storage(sum(self._size[s] for s in results))
-        given, pack_ms = self._packing(m, moved - sum(gathered))
-        new = (buffer, self._storage(given))
+        packed = sum(map(costs.collective_bytes, members)) - sum(gathered)
+        given, pack_ms = self._packing(m, packed)
+        buffer = self._storage_of(self._results(m))
+        new = (buffer, edit.storage(given))
         kernel_ms = costs.launch()
         pack_host = 2 * kernel_ms if pack_ms else 0.0  # one concatenates, one casts and copies
         needed = self._needed_by(m.starts)
-        pack = self._add(Row(members[0], needed, new, new + inputs, pack_ms, host=pack_host))
-        ms, host = costs.bucket(members), costs.launch(members[0])
-        group = old.group[m.starts[0]]
-        start = self._add(Row(members[0], [pack], (), (buffer,), ms, group, host=host))
+        pack = edit.add(Row(members[0], needed, new, new + inputs, pack_ms, host=pack_host))
+        ms, group, host = costs.bucket(members), old.group[m.starts[0]], costs.launch(members[0])
+        start = edit.add(Row(members[0], [pack], (), (buffer,), ms, group, host=host))
         wait = self._add_wait(m, start, (buffer,))
         for i, w, nbytes in zip(m.starts, m.waits, gathered, strict=True):
-            mine, copy_ms = old.liveness.allocates[i], costs.copy(nbytes)
-            copy = Row(old.dependencies.nodes[w], [wait], mine, (buffer, *mine), copy_ms)
-            self._at[i], self._at[w] = start, self._add(copy._replace(host=kernel_ms))
+            mine, node, ms = (
+                old.liveness.allocates[i],
+                old.dependencies.nodes[w],
+                costs.copy(nbytes),
+            )
+            copy = edit.add(Row(node, [wait], mine, (buffer, *mine), ms, host=kernel_ms))
+            edit.at[i], edit.at[w] = start, copy
             self._packs[i] = self._packs[w] = (i, pack)
         return start
 
-    def _add_reduction(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> int:
+    def _add_reduction(self, m: _Merged, inputs: tuple[int, ...]) -> int:
         """Add a bucket of reductions and return its start's place.
 
         In rank order a sum follows the all-to-all, and for an all-reduce a gather follows the sum.
         """
-        costs, members, group = self._costs, m.bucket.members, self._old.group[m.starts[0]]
+        costs, edit, members = self._costs, self._edit, m.bucket.members
         first, wait = members[0], self._old.dependencies.nodes[m.waits[0]]
-        reduces = m.kind == "reduce_scatter"
-        result = self._instead[results[0]] if results else self._storage(0)
+        group, reduces = self._old.group[m.starts[0]], m.kind == "reduce_scatter"
+        results = self._results(m)
+        result = self._instead[results[0]] if results else edit.storage(0)
         sent, needs = inputs, self._needed_by(m.starts)
-        moved = sum(map(costs.collective_bytes, members))
         if len(members) > 1:
-            packed = moved - sum(map(costs.result_bytes, members))
-            sent = (self._storage(packed),)
+            moved = sum(map(costs.collective_bytes, members))
+            sent = (edit.storage(moved - sum(map(costs.result_bytes, members))),)
             pack_ms, host = costs.pack_reductions(members)
-            needs = [self._add(Row(first, needs, sent, sent + inputs, pack_ms, host=host))]
-        nbytes, ms = 0, 0.0
+            needs = [edit.add(Row(first, needs, sent, sent + inputs, pack_ms, host=host))]
+
+        def launch(needs: list[int], read: tuple[int, ...], made: int, ms: float) -> int:
+            row = Row(first, needs, (made,), (*read, made), ms, group, reduces=reduces)
+            return edit.add(row._replace(host=costs.launch(first)))
+
         if m.rank_order:
             (nbytes, ms), *gathers = costs.in_rank_order(members)
-            part = self._storage(-(-nbytes // group_size(first))) if gathers else result
-            buffer = self._storage(nbytes)
-        else:
-            gathers, part, buffer, ms = [], result, result, costs.bucket(members)
-        both = (*sent, buffer)
-        launch = Row(first, needs, (buffer,), both, ms, group, reduces=reduces)
-        start = self._add(launch._replace(host=costs.launch(first)))
-        done = self._add_wait(m, start, both)
-        if m.rank_order:
-            sum_ms = costs.kernel(nbytes + self._size[part])
+            part = edit.storage(-(-nbytes // group_size(first))) if gathers else result
+            buffer = edit.storage(nbytes)
+            start = launch(needs, sent, buffer, ms)
+            done = self._add_wait(m, start, (*sent, buffer))
+            sum_ms = costs.kernel(nbytes + edit.size[part])
             row = Row(wait, [done], (part,), (buffer, part), sum_ms, host=costs.launch())
-            done = self._add(row)
-        for _, ms in gathers:
-            both = (part, result)
-            launch = Row(first, [done], (result,), both, ms, group, reduces=reduces)
-            gather = self._add(launch._replace(host=costs.launch(first)))
-            done = self._add(Row(wait, [gather], (), both, start_of=gather, view=True))
+            done = edit.add(row)
+            for _, ms in gathers:
+                gather, both = launch([done], (part,), result, ms), (part, result)
+                done = edit.add(Row(wait, [gather], (), both, start_of=gather, view=True))
+        else:
+            start = launch(needs, sent, result, costs.bucket(members))
+            done = self._add_wait(m, start, (*sent, result))
         for i, w in zip(m.starts, m.waits, strict=True):
-            self._at[i], self._at[w] = start, done
+            edit.at[i], edit.at[w] = start, done
             if len(members) > 1:
                 self._packs[i] = self._packs[w] = (i, needs[0])
         return start
@@ -343,7 +335,7 @@ class _Rewritten:
     def _add_wait(self, m: _Merged, start: int, touches: tuple[int, ...]) -> int:
         needs = [start, *self._needed_by(m.waits)]
         node = self._old.dependencies.nodes[m.waits[0]]
-        return self._add(Row(node, needs, (), touches, start_of=start, view=True))
+        return self._edit.add(Row(node, needs, (), touches, start_of=start, view=True))
 
     def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
         """Return bytes of the concatenated inputs of a gather bucket, and milliseconds of packing.
@@ -357,7 +349,7 @@ class _Rewritten:
         return given, self._costs.pack(given, packed)
 
     def _needed_by(self, places: Iterable[int]) -> list[int]:
-        needed, at = self._old.needed_values, self._at
+        needed, at = self._old.needed_values, self._edit.at
         return [at[j] for i in places for j in needed[i] if at[j] >= 0]
 
 
@@ -368,7 +360,7 @@ Caps: TypeAlias = dict[Key, tuple[float, ...]]
 """Byte caps in MiB for each bucket, in fill order."""
 
 
-def moves(runs: Sequence[Sequence[Collective]], plan: MergePlan) -> list[Iterator[Caps]]:
+def neighbors(runs: Sequence[Sequence[Collective]], plan: MergePlan) -> list[Iterator[Caps]]:
     """Return, for each bucket of a plan, the caps of plans that change this bucket.
 
     Args:
@@ -378,10 +370,10 @@ def moves(runs: Sequence[Sequence[Collective]], plan: MergePlan) -> list[Iterato
     sizes, cuts = layout(runs, plan)
 
     def caps_of(key: Key, at: int) -> Iterator[Caps]:
-        for moved in _moved(sizes[key], cuts[key], at):
+        for changed in _changed(sizes[key], cuts[key], at):
             yield {
                 k: tuple(sum(sizes[k][i:j]) / _MIB for i, j in itertools.pairwise(found))
-                for k, found in {**cuts, key: moved}.items()
+                for k, found in {**cuts, key: changed}.items()
             }
 
     return [caps_of(key, at) for key, found in cuts.items() for at in range(len(found) - 1)]
@@ -405,7 +397,7 @@ def layout(
     return sizes, cuts
 
 
-def _moved(sizes: list[int], cuts: list[int], at: int) -> Iterator[list[int]]:
+def _changed(sizes: list[int], cuts: list[int], at: int) -> Iterator[list[int]]:
     """Yield the cuts between buckets with bucket ``at`` changed.
 
     It takes the next bucket's first member, hands over its last one, is cut in two, or is joined to
