@@ -1,6 +1,4 @@
-"""The pass that times a graph without changing it.
-
-The passes that schedule graphs, for :func:`.backend`.
+"""The passes that time and schedule graphs, for :func:`.backend`.
 
 With ``"aot_eager"`` a graph runs in its order. With ``"inductor"`` the backend pins the order
 afterwards (see :mod:`.passes.pin_order`).
@@ -118,10 +116,7 @@ class Schedule(GraphPass):
         self._schedule(graph, compilation)
 
     def _schedule(
-        self,
-        graph: fx.Graph,
-        compilation: Compilation,
-        searched: Searched | None = None,
+        self, graph: fx.Graph, compilation: Compilation, searched: Searched | None = None
     ) -> None:
         compilation.complete(graph)
         report = schedule(

@@ -3,8 +3,6 @@
 The time of a collective depends on its group's *layout*: the number of ranks, and the number of
 nodes that they are on. Ranks of one node use one level of the network, nodes another, which may be
 ten times slower. So eight ranks of one node and eight ranks on eight nodes are different groups.
-
-Machines from data sheets, and the one that this job runs on.
 """
 
 from __future__ import annotations
@@ -350,19 +348,13 @@ def job_machine() -> Machine:
     ranks, which torchrun sets, else as many as the device's usual node. Ranks compare the machine
     before they run a plan made with it.
     """
-    machine, why = _by_name()
+    machine, why = H100, ", for want of a CUDA device"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        unknown = (H100, f", for want of the data sheet of {device}")
+        machine, why = next(((m, "") for m in _DEVICES if m.name in device), unknown)
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(local) if local.isdecimal() and int(local) else machine.ranks_per_node
     if machine is GB200:  # NVLink joins the hosts of a rack
         ranks = machine.ranks_per_node
     return replace(machine, name=machine.name + why, ranks_per_node=ranks)
-
-
-def _by_name() -> tuple[Machine, str]:
-    if not torch.cuda.is_available():
-        return H100, ", for want of a CUDA device"
-    name = torch.cuda.get_device_name()
-    for machine in _DEVICES:
-        if machine.name in name:
-            return machine, ""
-    return H100, f", for want of the data sheet of {name}"

@@ -1,8 +1,6 @@
-"""Timelines as a picture: before, after, their live bytes, and the curve of keeping.
+"""Timelines as a picture, which needs matplotlib, and as a trace.
 
-This module needs matplotlib.
-
-Timelines as a trace for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``.
+Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show the trace.
 """
 
 from __future__ import annotations
