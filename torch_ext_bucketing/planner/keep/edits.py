@@ -19,7 +19,7 @@ is there, back as gathers are prefetched. torch's partitioner makes the same nod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ...graph.nodes import FROM_HOST, TO_HOST
 from ...graph.tags import tag_of
 from ...passes.reshard_to import Smaller
 from ..cost.cost import Costs
-from ..schedule.model import Model, Row
+from ..schedule.model import Model, ModelEdit, Row
 from .keepables import Keepable
 
 
@@ -142,51 +142,33 @@ def with_copies(
 
 
 def _to_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model:
-    live, rows = model.liveness, _Rows(model)
+    live, edit = model.liveness, ModelEdit(model)
     last = {s: i for i, touched in enumerate(live.touches) for s in parked.keys() & touched}
     start: dict[int, int] = {}
     for i, (new, touched) in enumerate(zip(live.allocates, live.touches, strict=True)):
-        rows.add_old(i)
+        there = edit.keep(i)
         for s in (s for s in new if s in parked):
             ms = costs.host_copy(live.size[s])
-            start[s] = rows.add(Row(parked[s], (rows.at[i],), (), (s,), ms, TO_HOST))
+            start[s] = edit.add(Row(parked[s], (there,), (), (s,), ms, TO_HOST))
         for s in (s for s in touched if last.get(s) == i):
-            rows.add(_wait(parked[s], s, start[s]))
-    return rows.built(replace(live, kept={s: None for s in live.kept if s not in parked}))
+            edit.add(_wait(parked[s], s, start[s]))
+    edit.kept = {s: None for s in live.kept if s not in parked}
+    return edit.model()
 
 
 def _from_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model:
-    live, rows = model.liveness, _Rows(model)
+    live, edit = model.liveness, ModelEdit(model)
     there: dict[int, int] = {}
     for i, touched in enumerate(live.touches):
         mine = [s for s in touched if s in parked]
         for s in (s for s in mine if s not in there):
             ms = costs.host_copy(live.size[s])
-            start = rows.add(Row(parked[s], (), (s,), (s,), ms, FROM_HOST))
-            there[s] = rows.add(_wait(parked[s], s, start))
-        rows.add_old(i, [there[s] for s in mine])
-    return rows.built(replace(live, at_start=live.at_start - sum(live.size[s] for s in parked)))
+            start = edit.add(Row(parked[s], (), (s,), (s,), ms, FROM_HOST))
+            there[s] = edit.add(_wait(parked[s], s, start))
+        edit.keep(i, needs=[*edit.row(i).needs, *(there[s] for s in mine)])
+    edit.at_start -= sum(live.size[s] for s in parked)
+    return edit.model()
 
 
 def _wait(node: fx.Node, s: int, start: int) -> Row:
     return Row(node, (start,), (), (s,), start_of=start, view=True)
-
-
-class _Rows:
-    """The rows of a model with others between them; ``at`` maps old places to new ones."""
-
-    def __init__(self, model: Model) -> None:
-        self._model, self._rows = model, list[Row]()
-        self.at = [-1] * len(model)
-
-    def add(self, row: Row) -> int:
-        self._rows.append(row)
-        return len(self._rows) - 1
-
-    def add_old(self, i: int, more: Collection[int] = ()) -> None:
-        row = self._model.row(i, self.at)
-        self.at[i] = self.add(row._replace(needs=[*row.needs, *more]))
-
-    def built(self, live: Storages) -> Model:
-        members = {self.at[i]: starts for i, starts in self._model.members.items()}
-        return self._model.rebuilt(self._rows, members, live.size, live.kept, live.at_start)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from ...graph.tags import tag_of
 from ...passes.park import could_park
 from ...passes.reshard_to import Smaller
 from ..cost.cost import Costs
-from ..schedule.model import Model, Row, model_of
+from ..schedule.model import Model, ModelEdit, model_of
 from ..search.merged_model import merged_model
 from .activations import Activations
 from .edits import Part, with_copies, with_parts
@@ -344,23 +344,20 @@ class PartitionedModel:
     def _without(self, kept: Collection[int], stay: Stay) -> Model:
         """Return backward without the nodes that recompute ``kept``."""
         old = self._halves[1]
-        live, places = old.liveness, self._late(stay)
-        members = {at: old.members[i] for at, i in enumerate(places) if i in old.members}
-        more = sum(live.size[s] for s in stay.held) - sum(live.size[s] for s in stay.dropped)
-        changes = stay.changes()
-        rows = [
-            row._replace(**changes[i]) if i in changes else row
-            for i, row in zip(places, _rows(old, places), strict=True)
-        ]
-        return old.rebuilt(rows, members, live.size, live.kept, live.at_start + more)
+        size, places, changes = old.liveness.size, self._late(stay), stay.changes()
+        edit = _edit_of(old, places)
+        for i in places:
+            edit.keep(i, **changes.get(i, {}))
+        edit.at_start += sum(size[s] for s in stay.held) - sum(size[s] for s in stay.dropped)
+        return edit.model()
 
 
-def _rows(model: Model, places: Sequence[int]) -> Iterator[Row]:
-    """Yield the rows of some nodes in a new order, with the dependencies among them."""
-    at = [-1] * len(model)
+def _edit_of(model: Model, places: Sequence[int]) -> ModelEdit:
+    """Begin an edit that keeps some nodes in a new order, where a node may need a later one."""
+    edit = ModelEdit(model)
     for new, i in enumerate(places):
-        at[i] = new
-        yield model.row(i, at)
+        edit.at[i] = new
+    return edit
 
 
 class _Split:
@@ -464,13 +461,14 @@ class _Split:
     def _model(
         self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
     ) -> Model:
-        there, rows = dict(given), list[Row]()
-        for row in _rows(self._joint, places):
-            fresh = tuple(s for s in row.allocates if s not in there)
+        there, live, edit = dict(given), self._live, _edit_of(self._joint, places)
+        for i in places:
+            fresh = tuple(s for s in live.allocates[i] if s not in there)
             there.update(dict.fromkeys(fresh))
-            touched = tuple(s for s in row.touches if s in there)
-            rows.append(row._replace(allocates=fresh, touches=touched))
-        return self._joint.rebuilt(rows, {}, self._live.size, kept, at_start)
+            touched = tuple(s for s in live.touches[i] if s in there)
+            edit.keep(i, allocates=fresh, touches=touched)
+        edit.kept, edit.at_start = kept, at_start
+        return edit.model()
 
 
 def _has_effects(node: fx.Node) -> bool:

@@ -103,55 +103,6 @@ class Model(NodeTable):
                 edit.keep(i, needs=needs)
         return edit.model()
 
-    def row(self, i: int, at: Sequence[int]) -> Row:
-        """Return node ``i`` for a new model; ``at`` maps old places to new ones, or to -1."""
-        start = self.start_of[i]
-        return Row(
-            self.dependencies.nodes[i],
-            [at[j] for j in self.needed_values[i] if at[j] >= 0],
-            self.liveness.allocates[i],
-            self.liveness.touches[i],
-            self.ms[i],
-            self.group[i],
-            at[start] if start >= 0 else -1,
-            self.compute[i],
-            self.reduces[i],
-            self.view[i],
-            self.host[i],
-        )
-
-    def rebuilt(
-        self,
-        rows: Sequence[Row],
-        members: dict[int, tuple[fx.Node, ...]],
-        size: list[int],
-        kept: dict[int, None],
-        at_start: int,
-    ) -> Model:
-        """Build the model of other nodes on the same machine.
-
-        Collectives of one group and kind launch in the order of ``rows``. The other arguments are
-        those of :class:`Model` and :class:`.Storages`.
-        """
-        columns_of = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
-        nodes, given, allocates, touches, *rest = map(list, columns_of)
-        columns: dict[str, Any] = dict(zip(Row._fields[4:], rest, strict=True))
-        needs = list(map(set, given))
-        last: dict[tuple[str, Kind], int] = {}
-        for i, row in enumerate(rows):
-            kind = None if row.group is None else kind_of(row.node)
-            if row.group is not None and kind is not None:
-                key = row.group, kind
-                needs[i].update((last[key],) if key in last else ())
-                last[key] = i
-        return replace(
-            self,
-            dependencies=Precedence(nodes, needs),
-            liveness=Storages(size, allocates, touches, kept, at_start),
-            members=members,
-            **columns,
-        )
-
 
 class Row(NamedTuple):
     """A node of a new model; other fields are those of :class:`.NodeTable` and :class:`.Storages`.
@@ -202,7 +153,21 @@ class ModelEdit:
 
     def row(self, i: int) -> Row:
         """Return old node ``i`` as a row. It needs those of its dependencies that are there."""
-        return self._old.row(i, self.at)
+        old, at = self._old, self.at
+        start = old.start_of[i]
+        return Row(
+            old.dependencies.nodes[i],
+            [at[j] for j in old.needed_values[i] if at[j] >= 0],
+            old.liveness.allocates[i],
+            old.liveness.touches[i],
+            old.ms[i],
+            old.group[i],
+            at[start] if start >= 0 else -1,
+            old.compute[i],
+            old.reduces[i],
+            old.view[i],
+            old.host[i],
+        )
 
     def keep(self, i: int, **changes: Any) -> int:
         """Add old node ``i``, with changed fields of its row; return its new place."""
@@ -224,7 +189,25 @@ class ModelEdit:
 
     def model(self) -> Model:
         """Return the new model. Collectives of one group and kind launch in the order of rows."""
-        return self._old.rebuilt(self._rows, self.members, self.size, self.kept, self.at_start)
+        rows = self._rows
+        columns_of = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
+        nodes, given, allocates, touches, *rest = map(list, columns_of)
+        columns: dict[str, Any] = dict(zip(Row._fields[4:], rest, strict=True))
+        needs = list(map(set, given))
+        last: dict[tuple[str, Kind], int] = {}
+        for i, row in enumerate(rows):
+            kind = None if row.group is None else kind_of(row.node)
+            if row.group is not None and kind is not None:
+                key = row.group, kind
+                needs[i].update((last[key],) if key in last else ())
+                last[key] = i
+        return replace(
+            self._old,
+            dependencies=Precedence(nodes, needs),
+            liveness=Storages(self.size, allocates, touches, self.kept, self.at_start),
+            members=self.members,
+            **columns,
+        )
 
 
 def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:
