@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from .passes.separate_groups import SeparateGroups as SeparateGroups
     from .planner.cost.machine import Machine as Machine
     from .planner.resharding import ReshardAfterForward as ReshardAfterForward
-    from .planner.schedule.memory import MaxComputeRun as MaxComputeRun
     from .planner.schedule.memory import PeakMemory as PeakMemory
+    from .planner.schedule.policy import MaxComputeRun as MaxComputeRun
     from .planner.schedule.policy import Overlap as Overlap
     from .planner.scheduling import BucketAndSchedule as BucketAndSchedule
     from .planner.scheduling import Schedule as Schedule
@@ -64,7 +64,7 @@ _HOME = {
     "GraphPass": "passes.base",
     "Machine": "planner.cost.machine",
     "MatchFSDP2": "passes.pipeline",
-    "MaxComputeRun": "planner.schedule.memory",
+    "MaxComputeRun": "planner.schedule.policy",
     "Overlap": "planner.schedule.policy",
     "PeakMemory": "planner.schedule.memory",
     "ReshardAfterForward": "planner.resharding",

@@ -22,9 +22,9 @@ from torch_ext_bucketing.graph.tags import member_tags, tag_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward
-from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory
+from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
-from torch_ext_bucketing.planner.schedule.policy import Overlap
+from torch_ext_bucketing.planner.schedule.policy import MaxComputeRun, Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search.merged_model import merged_model

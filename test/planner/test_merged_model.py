@@ -29,9 +29,9 @@ from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule, plain_schedule
-from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory
+from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
-from torch_ext_bucketing.planner.schedule.policy import Case, Overlap
+from torch_ext_bucketing.planner.schedule.policy import Case, MaxComputeRun, Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search import cap_search as auto_cap

@@ -66,9 +66,9 @@ from torch_ext_bucketing.planner.schedule.list_schedule import (
     list_schedule,
     plain_schedule,
 )
-from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory, forced_run
+from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import Model, model_of, peak_bytes
-from torch_ext_bucketing.planner.schedule.policy import Options, Overlap
+from torch_ext_bucketing.planner.schedule.policy import MaxComputeRun, Options, Overlap, forced_run
 from torch_ext_bucketing.planner.schedule.scheduler import _LeastPeak, schedule, schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule

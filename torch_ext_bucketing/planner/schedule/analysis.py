@@ -87,7 +87,7 @@ class NodeTable:
 # --- longest paths and bounds ---------------------------------------------------------------------
 
 _MOST_BETWEEN = 500
-"""Places between two collectives of a path up to which all kernels between them count."""
+"""All kernels between two collectives of a path count if their places differ by at most this number."""
 
 _ROUNDED_MS = 1e-3
 """The most that rounding leaves of a sum after all its times were subtracted."""

@@ -1,6 +1,6 @@
-"""Policies that bound the memory of an order.
+"""The policy that bounds the memory of an order.
 
-The report and one warning show by how much an order misses a bound, and the cause.
+The report and one warning show by how much an order misses the bound, and the cause.
 """
 
 from __future__ import annotations
@@ -9,72 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...reports.base import sizes_text
-from .model import Model
 from .policy import Case, Options, Policy, PolicyReport
-from .timeline import Timeline, compute_runs
+from .timeline import Timeline
 
 _GIB = 2**30
 _ALL = 2**63  # bytes: more than any graph needs
 _OWN_SEGMENT = 10 * 2**20
 """torch's CUDA allocator has a segment of its own for each block that is at least as large."""
-
-
-@dataclass(frozen=True)
-class MaxComputeRun(Policy):
-    """Bound the number of compute nodes between two reduce-scatters.
-
-    After merging, a topological sort may run the recomputation of many layers before the first
-    reduce-scatter, with all their gradients live. This pulls reduce-scatters forward. Compute nodes
-    after the last one are not bounded.
-
-    Args:
-        max_consecutive: compute nodes (matrix products, attention, convolutions), at least 1.
-
-    Raises:
-        ValueError: ``max_consecutive`` is not a positive whole number.
-    """
-
-    # AutoParallel (PR 481) saw runs of 40. At most 8 saved 4.3 GB and cost 5.9 ms in a step of
-    # LLaMA-3 8B on 128 GPUs.
-
-    max_consecutive: int = 8
-
-    def __post_init__(self) -> None:
-        n = self.max_consecutive
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"max_consecutive must be a whole number of at least 1, got {n!r}")
-
-    def ask(self, case: Case, options: Options) -> Options:
-        """Bound runs, at no less than dependencies force anyway."""
-        return options.tightened(max_run=max(self.max_consecutive, case.fact(forced_run)))
-
-    def misses(self, case: Case, timeline: Timeline) -> float:
-        """Return the longest run's excess over the bound, relative to the bound."""
-        return max(0, timeline.longest_run - self.max_consecutive) / self.max_consecutive
-
-    def report(self, case: Case, timeline: Timeline) -> PolicyReport:
-        """Report the bound, the run that dependencies force, and the end of the longest run."""
-        most, forced = self.max_consecutive, case.fact(forced_run)
-        figures = {"max_run": most, "forced_run": forced}
-        if timeline.longest_run <= most:
-            return PolicyReport(repr(self), figures)
-        why = (
-            f"dependencies force a run of at least {forced}"
-            if forced > most
-            else "no order was found that keeps it within the memory bound"
-        )
-        runs = compute_runs(case.model, timeline.order)
-        at = next(i for i, run in runs if run == timeline.longest_run)
-        warning = (
-            f"MaxComputeRun({most}): {timeline.longest_run} compute nodes in a row before "
-            f"{case.model.dependencies.nodes[at].name}; {why}. Smaller reduce-scatter buckets make "
-            "shorter runs."
-        )
-        return PolicyReport(repr(self), figures, warning=warning)
-
-    def max_bucket_run(self) -> int:
-        """Return the bound, so that reduce-scatter buckets force no longer run."""
-        return self.max_consecutive
 
 
 @dataclass(frozen=True)
@@ -173,29 +114,3 @@ def within(policies: Sequence[Policy], limit_bytes: int, reference: int) -> tupl
     own = [p.limit_bytes(reference) for p in policies if isinstance(p, PeakMemory)]
     bound = PeakMemory(gib=max(1, min([limit_bytes, *own])) / _GIB)
     return (*(p for p in policies if not isinstance(p, PeakMemory)), bound)
-
-
-def forced_run(model: Model) -> int:
-    """Compute a lower bound of the longest compute run in any order.
-
-    The reduce-scatters of one group keep their order. At its k-th, all compute nodes that the first
-    k need have run, cut into runs by at most k reduce-scatters of the group and all of the other
-    groups. So one run has at least the quotient.
-    """
-    needs, groups = model.dependencies.needs, model.analysis.reductions
-    total = sum(map(len, groups.values()))
-    forced = 0
-    for starts in groups.values():
-        seen: set[int] = set()
-        compute = 0
-        for k, start in enumerate(reversed(starts), 1):
-            stack = [start]
-            while stack:
-                node = stack.pop()
-                for j in needs[node]:
-                    if j not in seen:
-                        seen.add(j)
-                        compute += model.compute[j]
-                        stack.append(j)
-            forced = max(forced, -(-compute // (k + total - len(starts))))
-    return forced
