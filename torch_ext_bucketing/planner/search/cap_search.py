@@ -72,9 +72,9 @@ _WORTH = 0.998  # a step must be shorter than this part of the best step
 _WORTH_MOVES = 0.999  # the same while members are moved, which mostly adds a bucket
 _EQUAL = 1.025  # steps are equal within this; see benchmarks/README.md, on measured times
 
-_SMALL = 2000  # nodes; larger graphs move no members, and try one sort for caps between rungs
+_SMALL_GRAPH = 2000  # nodes; larger graphs move no members, and try one sort for caps between rungs
 _MOVED_NODES = 20_000  # most nodes to schedule for moves, over all plans,
-_FAR = 0.05  # ... where this part of the step is above the bound of any plan; in proportion below
+_ALL_MOVES_ABOVE = 0.05  # ... where this part of the step is above any plan's bound; else fewer
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
@@ -231,7 +231,7 @@ class _Search:
         self._replaced = {} if options.accumulate is None else analysis.gradient_sums
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._worth = _WORTH
-        self._large = len(analysis.nodes) > _SMALL
+        self._large = len(analysis.nodes) > _SMALL_GRAPH
         self._bucket_ms: dict[tuple[fx.Node, ...], float] = {}
         self._models: dict[_Buckets, Model] = {}
         self._peaks: dict[_Buckets, _Above] = {}
@@ -331,7 +331,7 @@ class _Search:
         # end.
         like, self._worth = self.chosen.sort, _WORTH_MOVES
         above = 1 - self._floor_ms / self.chosen.report.step_ms[1]
-        left = int(min(1.0, above / _FAR) * _MOVED_NODES) // len(self._analysis.nodes)
+        left = int(min(1.0, above / _ALL_MOVES_ABOVE) * _MOVED_NODES) // len(self._analysis.nodes)
         at = fruitless = 0  # moves since the last one that helped
         while left > 0:
             changed = neighbors(self._planner.runs(), self.chosen.plan)
