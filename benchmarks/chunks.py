@@ -39,8 +39,9 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of
+from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.planner.schedule.policy import Overlap
-from torch_ext_bucketing.planner.schedule.scheduler import schedule, schedule_model
+from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks

@@ -36,7 +36,7 @@ from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
-from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
+from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, matching, parser_of, write_json

@@ -20,7 +20,7 @@ from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan, checked_plan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import kind_of
-from torch_ext_bucketing.planner.schedule import scheduler
+from torch_ext_bucketing.planner.schedule import orders, scheduler
 from torch_ext_bucketing.planner.search.cap_search import BySearch
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
@@ -122,7 +122,7 @@ def test_no_plan_or_schedule_depends_on_the_names_of_orders(graph, monkeypatch):
             "candidates",
             lambda *a: [("as given", options) for _, options in candidates(*a)],
         )
-        monkeypatch.setattr(scheduler, "_GIVEN", "window")
+        monkeypatch.setattr(orders, "_GIVEN", "window")
         again, other = searched(graph().graph)
     assert found == again
     assert name != other

@@ -20,8 +20,8 @@ from torch_ext_bucketing.graph.sizes import GivenHints, SizeHints
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100, Machine
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
+from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.planner.schedule.policy import Policy
-from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search.cap_search import BySearch
 from torch_ext_bucketing.planner.search.merged_model import merged_model

@@ -31,8 +31,8 @@ from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule, plain_schedule
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
+from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.planner.schedule.policy import Case, MaxComputeRun, Overlap
-from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search import cap_search as auto_cap
 from torch_ext_bucketing.planner.search.merged_model import merged_model

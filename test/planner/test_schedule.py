@@ -59,7 +59,7 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.pin_order import pin_order
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.cost.machine import Level
-from torch_ext_bucketing.planner.schedule import scheduler
+from torch_ext_bucketing.planner.schedule import orders
 from torch_ext_bucketing.planner.schedule.list_schedule import (
     ROUNDING,
     ListScheduler,
@@ -68,8 +68,9 @@ from torch_ext_bucketing.planner.schedule.list_schedule import (
 )
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import Model, model_of, peak_bytes
+from torch_ext_bucketing.planner.schedule.orders import _LeastPeak, schedule_model
 from torch_ext_bucketing.planner.schedule.policy import MaxComputeRun, Options, Overlap, forced_run
-from torch_ext_bucketing.planner.schedule.scheduler import _LeastPeak, schedule, schedule_model
+from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.planner.search import cap_search
@@ -314,15 +315,13 @@ def test_a_memory_bound_below_the_inputs_is_said_with_the_number():
 
 
 def test_nothing_that_goes_wrong_loses_the_graph(monkeypatch):
-    from torch_ext_bucketing.planner.schedule import scheduler as scheduling
-
     gm = forward_graph()
     before = order_of(gm)
 
     def broken(*args: Any) -> list[int]:
         raise ZeroDivisionError("no")
 
-    monkeypatch.setattr(scheduling, "ListScheduler", broken)
+    monkeypatch.setattr(orders, "ListScheduler", broken)
     with pytest.warns(BoundNotKeptWarning, match="keeps its order: ZeroDivisionError: no"):
         report = schedule(gm, Overlap(), machine=machine())
     assert order_of(gm) == before
@@ -1129,7 +1128,7 @@ def test_plans_far_above_a_bound_cost_little_and_change_nothing(passes, monkeypa
             passes.clear()
             with monkeypatch.context() as patched:
                 if not pruned:
-                    for module in (scheduler, cap_search):
+                    for module in (orders, cap_search):
                         patched.setattr(module, "FAR", math.inf)
                     patched.setattr(Model, "least_bytes_at", lambda self, i: 0)
                 bounds = [Overlap(), PeakMemory(ratio=ratio)]

@@ -34,8 +34,8 @@ from ...reports.base import size_text
 from ...reports.keep import BlockBytes, KeepReport, KeptUnit
 from ..schedule.memory import within
 from ..schedule.model import Model
+from ..schedule.orders import rank, schedule_model
 from ..schedule.policy import Overlap, Policy, policies_of
-from ..schedule.scheduler import rank, schedule_model
 from ..schedule.timeline import step_ms
 from .held import HeldUnits
 from .partitioned import PartitionedModel

@@ -50,8 +50,8 @@ from ...reports.schedule import CapsReport, ScheduleReport, TriedCaps
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.model import Model, model_of
+from ..schedule.orders import FAR, Scheduled, rank, schedule_within
 from ..schedule.policy import Bounds, Options, Policy, policies_of
-from ..schedule.scheduler import FAR, Scheduled, rank, schedule_within
 from ..schedule.timeline import Timeline
 from .merged_model import merged_model, neighbors
 

@@ -1,0 +1,471 @@
+"""Search the orders of a model under policies (:mod:`.policy`).
+
+Each order is made in one pass (:mod:`.list_schedule`) and timed on the cost model
+(:mod:`.timeline`). The fastest order that keeps the bounds is chosen, else the one that misses them
+least. An order that is faster, but misses the bounds, is made again with a tighter limit on memory.
+Where the bound on memory is out of reach, the least peak takes its place (:class:`_LeastPeak`). The
+model's own order is always a candidate, so the estimate never gets worse. Of orders with equal
+steps, one made for slower communication is taken, unless it needs more memory: it loses less where
+times are wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ...reports.base import sizes_text
+from ...reports.schedule import ScheduleReport
+from .list_schedule import ROUNDING, ListScheduler, list_schedule, plain_schedule
+from .model import Model
+from .policy import Bounds, Options, Policy
+from .timeline import Timeline, step_ms
+
+_FOR_MEMORY = tuple(
+    (
+        f"gathers at their use, window {window}",
+        Options(window=window, fill=window, depth=0, deadlines=False),
+    )
+    for window in (0, 8)
+)
+"""Orders with the least memory and the shortest runs: gathers at their use, reductions at once."""
+_GIVEN = "as given"
+"""The name of the graph's own order."""
+_ALONE = "without the host"
+_PLAIN = "longest path first"
+"""The name of the order that :func:`.plain_schedule` makes."""
+_TIGHTER = 3
+_QUICK_TIGHTER = 1
+"""The number of attempts to tighten an order that misses its bound."""
+FAR = 0.25
+"""An order that misses a bound by more than that of gathers at their use is rare. Where that misses
+it by this much more than allowed, no others are tried."""
+_DEAR = 0.05
+"""The least cost of a bound, relative to the step, that is worth a note."""
+_WORTH = 0.998
+"""A step is worth another attempt if it is shorter than this part of the best one."""
+_SLOWER = 1.7
+"""The factor of collectives' times that an order with slack is made for. On the held-out models
+another order, made for 1.3, gains nothing more."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Try:
+    """An order, and how far it misses the bounds of all policies."""
+
+    name: str
+    timeline: Timeline
+    _misses: Callable[[Timeline], float]
+    options: Options | None = None
+    free: Options | None = None  # without the bounds
+
+    @cached_property
+    def misses(self) -> float:
+        return self._misses(self.timeline)
+
+
+class Scheduled(NamedTuple):
+    """The order that was chosen for a model.
+
+    Args:
+        order: the places of its nodes.
+        sort: :attr:`.Options.sort` of the best order of a candidate; None: there is none.
+    """
+
+    report: ScheduleReport
+    order: Sequence[int]
+    sort: Options | None
+
+
+def rank(misses: float, step_ms: float, *then: float) -> tuple[float, ...]:
+    """Rank a schedule, the best one lowest. This is the only rule for ties."""
+    # Misses and times are sums, and their last digits depend on the order of the terms.
+    return round(misses, 9), round(step_ms, 9), *then
+
+
+def _rank(tried: _Try) -> tuple[float, ...]:
+    return rank(tried.misses, tried.timeline.step_ms, tried.timeline.peak_bytes)
+
+
+def schedule_model(
+    model: Model,
+    policy: Policy | Iterable[Policy],
+    reference_bytes: int | None,
+    **options: Any,
+) -> Scheduled:
+    """Find an order of a model, without any change to a graph; see :func:`schedule_within`."""
+    found = schedule_within(math.inf, model, policy, reference_bytes, **options)
+    assert found is not None
+    return found
+
+
+def schedule_within(
+    at_most_ms: float,
+    model: Model,
+    policy: Policy | Iterable[Policy],
+    reference_bytes: int | None,
+    quick: bool = False,
+    final: bool = True,
+    like: Options | None = None,
+    near: bool = True,
+    at_most_misses: float = math.inf,
+) -> Scheduled | None:
+    """Find an order of a model that takes at most ``at_most_ms`` milliseconds.
+
+    Args:
+        model: the nodes to order.
+        policy: see :func:`schedule`.
+        reference_bytes: see :func:`schedule`.
+        quick: try few orders.
+        final: prefer the lowest peak of equal steps, and unless ``quick`` an order with slack; also
+            compute the bounds' cost.
+        like: try orders of this sort first, then those that differ from the best one so far in one
+            option, and all others if that misses a bound. None: try all.
+        near: whether to try others than ``like``, too.
+        at_most_misses: give up if ``like`` and orders next to it miss the bounds by more.
+
+    Returns:
+        None if the best order takes longer. Such orders are given up early.
+    """
+    clock = time.perf_counter()
+    bounds = Bounds(model, policy, reference_bytes)
+    orders = _Orders(at_most_ms, model, bounds, quick, final)
+    best = orders.best_of(like, near, at_most_misses)
+    thorough = final and not quick
+    if best is not None and thorough:
+        best = orders.improved(best, like)
+    if best is None or best.timeline.step_ms > at_most_ms:
+        return None
+    cost, dear = orders.bounds_cost(best) if thorough else (0.0, [])
+    report = orders.report(best, cost, dear)
+    made = min((t for t in orders.tries if t.free is not None), key=_rank, default=None)
+    sort = None if made is None or made.free is None else made.free.sort
+    report = replace(report, seconds=time.perf_counter() - clock)
+    return Scheduled(report, best.timeline.order, sort)
+
+
+class _Orders:
+    """The orders of one model that were tried.
+
+    Args:
+        at_most_ms: see :func:`schedule_within`.
+        model: the nodes to order.
+        bounds: the policies' bounds.
+        quick: see :func:`schedule_within`.
+        final: see :func:`schedule_within`.
+
+    Attributes:
+        tries: the orders, the graph's own first.
+    """
+
+    def __init__(
+        self, at_most_ms: float, model: Model, bounds: Bounds, quick: bool, final: bool
+    ) -> None:
+        self._model, self._bounds, self._at_most_ms = model, bounds, at_most_ms
+        self._quick, self._final, self._bound_ms = quick, final, model.paths.bound_ms
+        given = bounds.case.given
+        self._least = _LeastPeak(given, bounds.limit_bytes)
+        if not quick:  # the few orders of a quick search are worth making, and show it then
+            self._least.prove(model)
+        self._wanted = [c for p in bounds.policies for c in p.candidates(bounds.case, quick)]
+        self._passes = list[tuple[ListScheduler, Timeline | None]]()
+        self.tries = [_Try(_GIVEN, given, bounds.misses)]
+        # The widest window first: narrower ones that give the same order need no pass.
+        sorts = sorted(self._wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
+        self._left = {free.sort: (name, free) for name, free in sorts}
+        self._places = {sort: place for place, sort in enumerate(self._left)}
+
+    @property
+    def _best(self) -> _Try:
+        return min(self.tries, key=_rank)
+
+    def best_of(self, like: Options | None, near: bool, at_most_misses: float) -> _Try | None:
+        """Make orders and return the best one; None if all take or miss too much."""
+        if not self._make_sorts(like, near, at_most_misses):
+            return None
+        # Of equal orders the first one counts, whatever was made early.
+        self.tries.sort(
+            key=lambda t: -1 if t.free is None or t.free.sort == like else self._places[t.free.sort]
+        )
+        if not self._wanted:  # no policy is for speed: the order changes only if it misses a bound
+            return min(self.tries, key=lambda t: t.misses)
+        plain = plain_schedule(self._model, self._useful_ms())
+        if plain is not None:
+            timeline = Timeline.of(self._model, plain)
+            self.tries.append(_Try(_PLAIN, timeline, self._bounds.misses))
+        if min(t.timeline.step_ms for t in self.tries) > self._at_most_ms:
+            return None
+        self.tries += self._tightened()
+        best = self._best
+        if best.free is not None and not self._least.beats(best):
+            # Without bounds an order may keep them, too.
+            found = self._make(f"{best.name}, no bounds", best.free, best.free)
+            best = best if found is None else min(best, found, key=_rank)
+        return best
+
+    def _make_sorts(self, like: Options | None, near: bool, at_most_misses: float) -> bool:
+        """Make orders of the sorts that may be the best; return False to give up."""
+        left, least = self._left, self._least
+        first = like if like in left else None
+        if self._wanted and left and self.tries[0].misses and not least.nbytes:
+            # Two orders may show that the bound is out of reach. Others then ignore it.
+            probed = first or next(iter(left))
+            name_and_options = left[probed]
+            lean = min(left, key=lambda sort: (sort.window, sort.depth, sort.deadlines))
+            if at_most_misses < math.inf:
+                self._make_each([lean])
+                if min(t.misses for t in self.tries) > at_most_misses + FAR:
+                    return False
+            self._make_each([probed])
+            if least.beats(self._best):
+                self._make_each([lean])
+            if least.nbytes:
+                left[probed] = name_and_options
+        if first is not None:
+            # Climb: each round makes the orders next to the best one so far.
+            self._make_each([first])
+            windows = sorted({sort.window for sort in left} | {first.window})
+            while near and (close := [s for s in left if s.next_to(first, windows)]):
+                self._make_each(close)
+                first = self._best.free.sort if self._best.free is not None else first
+        if near or first is None:
+            best = self._best
+            if first is not None and round(best.misses - at_most_misses, 9) > 0:
+                return False
+            unchanged = best.free is None and best.timeline.step_ms <= self._at_most_ms
+            if first is None or least.beats(best) or unchanged:
+                self._make_each([*left])
+        return True
+
+    def _make_each(self, sorts: Iterable[Options]) -> None:
+        for name, free in [self._left.pop(sort) for sort in sorts if sort in self._left]:
+            options = self._bounds.ask(free)
+            if self._bounds.unbounded:
+                options = replace(options, limit_bytes=self._bounds.limit_bytes)
+            found = self._make(name, self._least.allowed(options), free)
+            if found is not None:
+                self.tries.append(found)
+
+    def _make(self, name: str, options: Options, free: Options) -> _Try | None:
+        """Make an order, unless it can't be better than the best one so far."""
+        useful_ms = self._useful_ms()
+        if useful_ms * ROUNDING < self._bound_ms:
+            return None
+        if any(p.as_with(options) for p, _ in self._passes):
+            return None
+        made = ListScheduler(self._model, options, useful_ms)
+        order = made.run()
+        timeline = None if order is None else Timeline.of(self._model, order)
+        self._passes.append((made, timeline))
+        self._least.learn(made)
+        if timeline is None:
+            return None
+        return _Try(name, timeline, self._bounds.misses, options, free)
+
+    def _useful_ms(self) -> float:
+        """Return the longest step of an order that may be better than the best one so far."""
+        short = (t for t in self.tries if t.timeline.step_ms <= self._at_most_ms)
+        best = min(short, key=_rank, default=None)
+        if not self._wanted or best is None or self._least.beats(best):
+            return self._at_most_ms
+        if best.timeline.step_ms <= self._bound_ms * ROUNDING:
+            return -1.0
+        # The final choice prefers the lower peak of equal steps, so these are made, too.
+        return min(self._at_most_ms, (1.0 if self._final else _WORTH) * best.timeline.step_ms)
+
+    def _tightened(self) -> list[_Try]:
+        """Make the fastest orders that miss a bound again, with tighter limits on memory."""
+        # Holding kernels back matters more under a limit, so the fastest of either sort may win.
+        misses, found = self._least.beats, list[_Try]()
+        kept = min((t.timeline.step_ms for t in self.tries if not misses(t)), default=math.inf)
+        for hold in (True, False):
+            missing = [t for t in self.tries if t.options and t.options.hold is hold and misses(t)]
+            fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+            if fast is not None and fast.timeline.step_ms < _WORTH * kept:
+                found += self._with_less_memory(fast, kept)
+        return found
+
+    def _with_less_memory(self, fast: _Try, kept: float) -> list[_Try]:
+        """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""
+        # A limit bounds prefetching and overtaking, but later nodes may exceed it. So it is lowered
+        # by the peak's excess, by twice as much, and so on, until the bound holds. An attempt
+        # without effect doubles the next one once more.
+        assert fast.options is not None
+        assert fast.free is not None
+        bound, peak, found = fast.options.limit_bytes, fast.timeline.peak_bytes, list[_Try]()
+        if bound is None or peak <= bound:
+            return []  # the order misses another bound
+        lower = peak - bound
+        for _ in range(_QUICK_TIGHTER if self._quick else _TIGHTER):
+            options = replace(fast.options, limit_bytes=bound - lower)
+            name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
+            made = self._make(name, options, fast.free)
+            lower *= 2
+            if made is None:
+                continue
+            found.append(made)
+            if made.timeline.peak_bytes == peak:
+                lower *= 2
+            peak = made.timeline.peak_bytes
+            kept_now = not self._least.beats(made)
+            if kept_now or made.timeline.step_ms >= _WORTH * kept or lower >= bound:
+                break
+        return found
+
+    def improved(self, best: _Try, like: Options | None) -> _Try:
+        """Return an order made without the host's time or with slack, if that is better."""
+        model, reference = self._model, self._bounds.case.reference_bytes
+        if self._least.beats(best) and any(model.host):
+            # Where the host is slow nothing waits, and updates are not placed to fill a wait.
+            alone = replace(model, host=[0.0] * len(model))
+            given = self._bounds.policies, reference
+            order = schedule_model(alone, *given, like=like, final=False).order
+            timeline = Timeline.of(model, order)
+            best = min(best, _Try(_ALONE, timeline, self._bounds.misses), key=_rank)
+            self.tries.append(best)
+        if best.free is not None and self._wanted:
+            best = _with_slack(model, best, self._bounds.misses, reference)
+            self.tries.append(best)
+        return best
+
+    def bounds_cost(self, best: _Try) -> tuple[float, list[str]]:
+        """Return milliseconds that all bounds cost, and a note for each dear one."""
+        reached, ask = best.timeline, self._bounds.ask
+        if best.free is None or not self._wanted:
+            return 0.0, []
+        cost, dear = max(0.0, reached.step_ms - self._made_with(best.free).step_ms), list[str]()
+        for p in self._bounds.policies if cost > _DEAR * reached.step_ms else ():
+            without = ask(best.free, but=p)
+            if without != ask(best.free):
+                shorter = self._made_with(without)
+                if reached.step_ms - shorter.step_ms > _DEAR * reached.step_ms:
+                    dear.append(_price(p, reached, shorter))
+        return cost, dear
+
+    def _made_with(self, options: Options) -> Timeline:
+        """Return the timeline of the order that ``options`` give, from a pass if one made it."""
+        found = next((timeline for made, timeline in self._passes if made.as_with(options)), None)
+        return found or Timeline.of(self._model, list_schedule(self._model, options))
+
+    def report(self, best: _Try, cost: float, dear: Iterable[str]) -> ScheduleReport:
+        """Report the order that was chosen; ``cost`` and ``dear``: see :meth:`bounds_cost`."""
+        model, case, reached = self._model, self._bounds.case, best.timeline
+        given, policies, hints = case.given, self._bounds.policies, model.graph.hints
+        reports = tuple(p.report(case, reached) for p in policies)
+        groups: dict[str, float] = {}
+        for group, ms in zip(model.group, model.ms, strict=True):
+            if group is not None:
+                groups[group] = groups.get(group, 0.0) + ms
+        return ScheduleReport(
+            policies=tuple(map(repr, policies)),
+            step_ms=(given.step_ms, reached.step_ms),
+            # Sums of the host's launches in another order may differ in the last bit.
+            bound_ms=min(self._bound_ms, reached.step_ms),
+            compute_ms=reached.compute_ms,
+            host_ms=sum(model.host),
+            group_ms=tuple(sorted(groups.items())),
+            exposed_ms=(given.exposed_ms, reached.exposed_ms),
+            peak_bytes=(given.peak_bytes, reached.peak_bytes),
+            reference_bytes=case.reference_bytes,
+            longest_run=(given.longest_run, reached.longest_run),
+            bounds=reports,
+            misses=best.misses,
+            least_misses=self._least.misses,
+            chosen=best.name,
+            alternatives=tuple(
+                (t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in self.tries
+            ),
+            bounds_cost_ms=cost,
+            notes=(*(note for p in policies for note in p.notes(case)), *dear),
+            largest=model.largest,
+            warnings=(*hints.problems, *(b.warning for b in reports if b.warning)),
+            order=tuple(model.dependencies.nodes[i].name for i in reached.order),
+            size_hints=hints.to_text(),
+        )
+
+
+class _LeastPeak:
+    """The least peak of a model's orders, as far as some of them show it.
+
+    The bound is out of reach where any order has the peak of the graph's at the same node
+    (:meth:`.Model.least_bytes_at`), or where the peak of three orders is of one size and at one
+    node: in the graph's order, in one with overtaking, and in one without, whose gathers are at
+    their use.
+
+    Attributes:
+        nbytes: the peak; 0 while orders with lower ones may be found.
+        misses: its excess over the bound, relative to the bound.
+    """
+
+    def __init__(self, given: Timeline, bound: int) -> None:
+        self._bound, self._given = bound, given
+        self._shown = set[bool]()
+        self.nbytes, self.misses = 0, 0.0
+
+    def prove(self, model: Model) -> None:
+        """Check whether any order has the peak of the graph's."""
+        if self._bound < self._given.peak_bytes == model.least_bytes_at(self._at):
+            self._learn_all()
+
+    def learn(self, made: ListScheduler) -> None:
+        """Take note of the peak of an order, or of the part that was made."""
+        given, options = self._given, made.options
+        if self._bound < made.peak_bytes == given.peak_bytes and made.peak_at == self._at:
+            lean = not (options.window or options.depth)
+            self._shown.update({lean} if lean or options.window else ())
+        if len(self._shown) == 2 and not self.nbytes:
+            self._learn_all()
+
+    def _learn_all(self) -> None:
+        self.nbytes = self._given.peak_bytes
+        self.misses = (self.nbytes - self._bound) / max(1, self._bound)
+
+    @cached_property
+    def _at(self) -> int:
+        return self._given.order[self._given.live.index(self._given.peak_bytes)]
+
+    def beats(self, tried: _Try) -> bool:
+        """Return whether an order may miss the bounds less than ``tried``."""
+        return round(tried.misses - self.misses, 9) > 0
+
+    def allowed(self, options: Options) -> Options:
+        """Return ``options`` without a limit that is out of reach."""
+        # Under it no gather and no kernel would go ahead of the graph's order, for no lower peak.
+        limit = options.limit_bytes
+        return options if limit is None else replace(options, limit_bytes=max(limit, self.nbytes))
+
+
+def _with_slack(
+    model: Model, best: _Try, misses: Callable[[Timeline], float], reference: int
+) -> _Try:
+    """Return an order made for slower communication, if it is as good by the given times."""
+    # Many orders take the same time. Where times are wrong, the one loses least whose collectives
+    # have room to take longer. That is not worth memory.
+    assert best.options is not None
+    most = max(best.timeline.peak_bytes, reference)
+    slower = replace(
+        model,
+        ms=[ms if g is None else _SLOWER * ms for g, ms in zip(model.group, model.ms, strict=True)],
+    )
+    for options in (best.options, best.options.tightened(limit_bytes=most)):
+        line = Timeline.of(model, list_schedule(slower, options))
+        made = _Try(f"{best.name}, with slack", line, misses, options, best.free)
+        gains = step_ms(slower, line.order) < step_ms(slower, best.timeline.order)
+        as_short = line.step_ms <= ROUNDING * best.timeline.step_ms and line.peak_bytes <= most
+        if _rank(made) < _rank(best) or (gains and as_short and made.misses <= best.misses):
+            return made
+    return best
+
+
+def _price(policy: Policy, reached: Timeline, free: Timeline) -> str:
+    """Describe the cost of a bound."""
+    peaks = sizes_text(reached.peak_bytes, free.peak_bytes)
+    return (
+        f"{policy!r} costs {reached.step_ms - free.step_ms:.1f} of {reached.step_ms:.1f} ms: in an "
+        f"order without it these buckets take {free.step_ms:.1f} ms, with a peak of {peaks[1]} "
+        f"instead of {peaks[0]}"
+    )
