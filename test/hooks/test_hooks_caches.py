@@ -23,7 +23,7 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 from torch.distributed.device_mesh import init_device_mesh
 
 ORDER = """
-from torch_ext_bucketing import TagParameters
+from torch_ext_bucketing.hooks import TagParameters
 from torch_ext_bucketing.graph.tags import tag_of
 
 class OwnOrder(TagParameters):
