@@ -95,7 +95,7 @@ def partitioner(
                 one(graph)
             forward, backward = default_partition(graph, inputs, **kwargs)
             for one in passes:
-                one.finish(forward, Compilation())
+                one.finish(forward.graph, Compilation())
             graphs["forward", way] = forward
             graphs["backward", way] = backward
         return forward, backward

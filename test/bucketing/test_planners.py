@@ -81,7 +81,7 @@ def test_a_plan_that_is_chosen_is_carried_out():
         search = BySearch((teb.Overlap(),), EVERY_START, caps_mb=[1e-3], machine=machine(9.0))
         found = replace(search, planners=(Pair(),)).search(GraphAnalysis(graph))
         assert found.report.chosen.planner == repr(Pair())
-        assert found.report.to_text() == f"{Pair()!r}, of 2 tried"
+        assert found.report.summary() == f"{Pair()!r}, of 2 tried"
         assert found.report.chosen.step_ms < found.report.tried[0].step_ms
         assert len(apply_plan(GraphAnalysis(graph), found.plan)) == 1
 

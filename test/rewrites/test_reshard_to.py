@@ -215,7 +215,7 @@ def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
     step(torch.compile(model, backend=capture, fullgraph=True), TOKENS)
     forward, backward = capture.graphs
     assert gathers(forward)[4] == 10
-    reshard.finish(forward, Compilation())
+    reshard.finish(forward.graph, Compilation())
     assert gathers(forward) == Counter({4: 10})
     backward.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     # The first block's and the head's are gathered again; the second block's are kept.
