@@ -535,6 +535,7 @@ from benchmarks.graphs import load
 from collective_graphs import described
 from random_graphs import WORLD, layered_graph, random_graph
 from torch_ext_bucketing.bucketing.caps import ByCap
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 dist.init_process_group("fake", rank=0, world_size=WORLD)
 for _ in "12":

@@ -77,11 +77,11 @@ GONE = [
     (
         "torch._inductor.fx_passes.control_dependencies",
         "preserve_node_ordering",
-        "sorting",
+        "inductor",
         "run_after",
         2,
     ),
-    ("torch._subclasses.fake_tensor", "FakeTensor", "fake", ""),
+    ("torch._subclasses.fake_tensor", "FakeTensor", "symbols", ""),
     (
         "torch.distributed.distributed_c10d",
         "_resolve_process_group",

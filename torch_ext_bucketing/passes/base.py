@@ -18,7 +18,6 @@ from ..errors import NoUuidError
 from ..graph.nodes import GraphLike, graph_of
 from ..reports.compile import CompileReport, PassTime
 from ..reports.graph import GraphReport
-from .checks import warn_of_silence
 from .compilation import Compilation
 
 log = logging.getLogger("torch_ext_bucketing")
@@ -159,7 +158,7 @@ def run_passes(
     compilation: Compilation,
     joint: Sequence[GraphPass] = (),
 ) -> list[GraphReport]:
-    """Run the passes of one stage on a graph, and warn about collectives that were not bucketed.
+    """Run the passes of one stage on a graph.
 
     Every pass runs here: those of a backend, of a whole step, of torch's own config, and one alone.
     The report gets the time of each. The graph before and after each pass goes to ``TORCH_TRACE``,
@@ -192,9 +191,7 @@ def run_passes(
         compilation.report.passes.append(PassTime(name, p.name, seconds))
     if stage == "forward_backward":
         compilation.complete(g)
-    made = compilation.report.graphs[done:]
-    warn_of_silence(g, made, compilation)
-    return made
+    return compilation.report.graphs[done:]
 
 
 def _show(graph: fx.Graph, name: str) -> None:

@@ -13,11 +13,12 @@ import torch.fx as fx
 import torch.nn as nn
 
 from ..errors import PassOrderError
-from ..graph.nodes import GraphLike
+from ..graph.nodes import GraphLike, graph_of
 from ..reports.graph import GraphReport
 from .add_by_unit import AddByUnit
 from .base import BUCKETS, ORDER, TAGS, GraphPass, Stage, run_passes
 from .cache_key import brief, digest
+from .checks import warn_of_silence
 from .combine_uses import CombineUses
 from .compilation import Compilation
 from .merge_amax import MergeAmax
@@ -166,10 +167,13 @@ class Pipeline:
         return compilation
 
     def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> list[GraphReport]:
-        """Run the passes of one stage by :func:`.run_passes`."""
+        """Run the passes of one stage, and warn about collectives that they did not bucket."""
         if stage == "joint":
-            return run_passes(self.joint, stage, graph, compilation)
-        return run_passes(self.forward_backward, stage, graph, compilation, self.joint)
+            made = run_passes(self.joint, stage, graph, compilation)
+        else:
+            made = run_passes(self.forward_backward, stage, graph, compilation, self.joint)
+        warn_of_silence(graph_of(graph), made, compilation)
+        return made
 
     def planned_with(self, compilation: Compilation) -> str:
         """Name the inputs of plans and orders, for ranks to compare.

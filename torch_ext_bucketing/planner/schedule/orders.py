@@ -408,7 +408,8 @@ class _LeastPeak:
 
     def prove(self, model: Model) -> None:
         """Check whether any order has the peak of the graph's."""
-        if self._bound < self._given.peak_bytes == model.least_bytes_at(self._at):
+        missed = self._bound < self._given.peak_bytes
+        if missed and len(model) and self._given.peak_bytes == model.least_bytes_at(self._at):
             self._learn_all()
 
     def learn(self, made: ListScheduler) -> None:

@@ -264,6 +264,8 @@ class Bounds:
         given = self.case.given
         if given.peak_bytes <= self.limit_bytes:
             return 0.0
+        if not given.order:
+            return self.above(given.peak_bytes)
         at = given.order[given.live.index(given.peak_bytes)]
         return self.above(self.case.model.least_bytes_at(at))
 
