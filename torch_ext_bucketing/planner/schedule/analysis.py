@@ -87,7 +87,7 @@ class NodeTable:
 # --- longest paths and bounds ---------------------------------------------------------------------
 
 _MOST_BETWEEN = 500
-"""Of two collectives whose places differ by more, not all kernels between them count."""
+"""Where the places of two collectives differ by more, not all kernels between them count."""
 
 _ROUNDED_MS = 1e-3
 """The most that rounding leaves of a sum after all its times were subtracted."""
