@@ -44,11 +44,7 @@ def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
 
 
 def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
-    """Replace one reduction.
-
-    Its start becomes the start of the all-to-all or gather and keeps its name, which reports use.
-    The sum stands after its wait.
-    """
+    """Replace one reduction; the new start keeps the old one's name, which reports use."""
     start, wait, kind, ranks = c.start, c.wait, c.kind, c.ranks
     readers = list(wait.users)
     average, group = c.reduce_op == "avg", argument(start, "group_name")
@@ -63,6 +59,7 @@ def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
         size = w.numel(value)
         flat = w.reshape(value, [size])
         steps = steps_of(kind, ranks, isinstance(size, int))
+        # An all-reduce is summed in parts only where padding to whole parts is known now.
         if kind == "reduce_scatter":
             part = w.divided(size, ranks)
         elif steps == ("all_gather",) or not isinstance(size, int):

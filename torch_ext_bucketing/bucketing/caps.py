@@ -7,12 +7,12 @@ closes the open bucket
 - by ``"bytes"``: the next member would exceed the cap;
 - by the ``"run"``: a reduce-scatter would wait for too many compute nodes after the previous
   bucket;
-- by a ``"dependency"``: the next member needs the bucket, or the bucket needs it, directly or
-  through other buckets, or a write to a tensor stands between them;
+- by a ``"dependency"``: the next member and the bucket need each other, directly or through other
+  buckets, or a write to a tensor stands between them;
 - by the ``"end"``: no member is left.
 
-The next member then opens a bucket. torch's greedy bucketing buckets neighbours first, and merges
-whole buckets where ``bucket_max_collectives_between`` is set (see ``torch_patches``).
+torch's greedy bucketing buckets neighbours first, and merges whole buckets where
+``bucket_max_collectives_between`` is set (see ``torch_patches``).
 """
 
 from __future__ import annotations
@@ -56,16 +56,9 @@ class ByCap:
             starts that :func:`fsdp_starts` finds. Or a callable of the start node.
         groups: process groups to bucket, see :data:`.Groups`. A gather in a smaller group
             (``ReshardAfterForward(to=...)``) counts for the group that shards the parameter.
-        max_compute_run: most compute nodes (see :func:`.is_compute`), in graph order, that a bucket
-            of reduce-scatters waits for after the previous bucket of its bucket key; see
-            :class:`.MaxComputeRun`.
+        max_compute_run: see :class:`.MaxComputeRun`.
         non_adjacent: False merges only members whose waits follow each other among the eligible
             waits of one kind; the bucket index restarts at 0 at each such run.
-
-    Raises:
-        TypeError: ``groups`` is not a list of names.
-        ValueError: an unknown kind or ``eligible``, a cap that is not a positive number, or a run
-            below 1.
     """
 
     cap_mb: CapMb = None
@@ -91,11 +84,8 @@ class ByCap:
     def plan(self, analysis: GraphAnalysis) -> MergePlan:
         """Plan a graph; ``buckets`` and ``unmerged`` give the reasons why buckets were closed.
 
-        Raises:
-            ValueError: the graph is not in topological order, or a cap callable gave no positive
-                number.
-            RuntimeError: ``eligible`` or a cap callable failed (the cause is chained), changed the
-                graph or communicated; a symbolic size has no hint (torch's own).
+        A ``RuntimeError`` chains the error of a callable that failed, changed the graph or
+        communicated.
         """
         caps = list(self.cap_mb.values()) if isinstance(self.cap_mb, Mapping) else [self.cap_mb]
         cap_mb = next(filter(callable, caps), None)
@@ -104,11 +94,10 @@ class ByCap:
 
 
 class CapPlanner:
-    """Plan one graph under several caps, reading it once.
+    """Plan one graph under several caps, reading the graph once.
 
-    Args:
-        options: caps and ``max_compute_run`` are ignored. Callers guard a user's ``eligible`` with
-            :func:`.reading_only`.
+    Caps and ``max_compute_run`` of ``options`` are ignored; callers guard a user's ``eligible``
+    with :func:`.reading_only`.
     """
 
     def __init__(self, analysis: GraphAnalysis, options: ByCap) -> None:
@@ -133,6 +122,7 @@ class CapPlanner:
 
     def plan(self, cap_mb: CapMb = None, max_compute_run: int | None = None) -> MergePlan:
         """Plan with one cap and one bound on compute runs."""
+        # A search plans one graph hundreds of times: only the buckets are forgotten in between.
         self._contracted.reset()
         self._cap_mb, self._max_run = cap_mb, max_compute_run
         self._buckets: list[Bucket] = []
@@ -172,6 +162,7 @@ class CapPlanner:
         self._end(members, filled, cap, "end", "")
 
     def _closed_by(self, c: Collective, filled: int, cap: int) -> tuple[ClosedBy | None, str]:
+        # Cheap checks first; only the contraction's changes the bucket.
         filled += c.wire_bytes
         if filled > cap:
             return "bytes", f"with {c.start.name}: {filled} bytes, above the cap of {cap}"
@@ -179,7 +170,6 @@ class CapPlanner:
             run = self.analysis.compute_before[c.start] - self._reached
             if run > self._max_run:
                 return "run", f"with {c.start.name}: {run} compute nodes since the bucket before"
-        # Last, since this is the only check that changes the bucket.
         if self._contracted.try_add(c.start):
             return None, ""
         return "dependency", self._contracted.why(c.start)
@@ -218,7 +208,7 @@ class CapPlanner:
                     where = f"bucket {index} of the {c.kind} group {c.group}"
                     raise RuntimeError(f"cap_mb failed for {where}") from error
             check_cap(value, f"the cap of bucket {index}")
-            return int(min(value * _MIB, 2**63))
+            return int(min(value * _MIB, 2**63))  # a huge float has no place in a report
 
         return cap_bytes
 
@@ -242,6 +232,7 @@ def _candidates(
         is_eligible, otherwise = (lambda c: eligible(c.start)), "it is not eligible"
 
     for c in analysis.collectives.values():
+        # Gathers choose the primary group, whichever kinds are bucketed.
         if c.kind not in kinds and c.kind != "all_gather":
             continue
         try:

@@ -34,10 +34,10 @@ _prims = torch.ops.prims
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Bit sets of a bucket: its members, the starts that it reaches, and the settled ones of these.
+    """Bit sets of a bucket.
 
-    ``reach`` is what the members need, and once the bucket is closed also the members. ``settled``
-    starts need nothing that ``reach`` lacks.
+    ``reach`` is the starts that the members need, and once the bucket is closed also the members.
+    ``settled`` starts need nothing that ``reach`` lacks.
     """
 
     members: int = 0
@@ -46,13 +46,10 @@ class _Bucket:
 
 
 class Contraction:
-    """The starts of a graph, with each planned bucket contracted to one node.
+    """Contract each planned bucket of a graph's starts to one node.
 
     Call ``open(a)``, then ``try_add(b)`` for each candidate, then ``close()``. A bucket of one
     start contracts nothing. A start in a closed bucket brings the whole bucket along.
-
-    Raises:
-        ValueError: the graph is not in topological order.
     """
 
     def __init__(self, analysis: GraphAnalysis) -> None:
@@ -100,7 +97,7 @@ class Contraction:
                 self._index[node] = len(self.starts)
                 self._up.append(mask)
                 self._epoch.append(epoch)
-                if epoch:
+                if epoch:  # packing would read the cast's input after the write
                     cast = merged_cast(node)
                     read = epoch if cast is None else epochs[cast]
                     if read < epoch:
@@ -134,6 +131,7 @@ class Contraction:
         if self._write_between(index) is not None:
             return False
         bits, up = self._own(index)
+        # Starts that the bucket reached stay settled: only the new member's needs are followed.
         joined = _Bucket(now.members | bits, *self._closure(now.reach | up, now.settled))
         # A member that another one needs, directly or through buckets, would be its own input.
         if joined.reach & joined.members:
@@ -208,12 +206,7 @@ def _bits(mask: int) -> list[int]:
 
 
 def merged_cast(start: fx.Node) -> fx.Node | None:
-    """Find the cast before a gather that the copy into the buffer can do, or None.
-
-    ::
-
-    x -> cast -> all_gather                x -> BUCKET
-    """
+    """Find the cast before a gather that the copy into the buffer can do instead, or None."""
     cast = start.args[0]
     if (
         start.target is not _c10d.all_gather_into_tensor.default

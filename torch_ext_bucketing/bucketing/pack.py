@@ -23,17 +23,13 @@ number of elements of all members, ``n`` the number of ranks::
                             cat [n, p/n] -> view [p] -> RS [p/n]
         b -> rows [n, b/n] /                          (wait)     \ part -> view [b0 / n, .]
 
-    all_reduce
-
-        a -> flat \                        / part -> view [a0, .]
-                   cat [p] -> AR [p] (wait)
-        b -> flat /                        \ part -> view [b0, .]
+    all_reduce: flat, cat [p], AR [p], parts as above
 
 Eager FSDP2 has the same layout (``_fsdp_collectives.py``: ``all_gather_copy_in``, ``chunk_cat``).
 On CUDA, Inductor fuses packing (``cat``, cast and copy) of up to 8 members into one kernel. More
 gathered ones are concatenated in one, and cast and copied in another; a reduced one is a kernel,
-unless what computes it writes into the buffer. Each gathered parameter's ``clone`` is a kernel,
-unless it fuses into its reader.
+unless its producer writes into the buffer. Each gathered parameter's ``clone`` is a kernel, unless
+it fuses into its reader.
 """
 
 from __future__ import annotations
@@ -73,11 +69,7 @@ _Merged: TypeAlias = tuple[fx.Node, list[fx.Node]]
 
 
 def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the value that a bucket reads for each member.
-
-    This is the input of the member's cast (:func:`merged_cast`) if all members have one dtype,
-    since packing casts, and otherwise the member's input.
-    """
+    """Return the value that a bucket reads for each member: before its cast if packing casts."""
     casts = [None if are_mixed(members) else merged_cast(member) for member in members]
     return [
         (member if cast is None else cast).all_input_nodes[0]
@@ -93,17 +85,11 @@ def are_mixed(members: Sequence[fx.Node]) -> bool:
 def pack(
     graph: fx.Graph, members: Sequence[fx.Node], payload: Sequence[fx.Node], before: fx.Node
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Replace collectives by one over a packed buffer.
+    """Replace collectives by one over a packed buffer; return its start and all new nodes.
 
-    The graph may not be in topological order afterwards.
-
-    Args:
-        members: starts of one bucket key in graph order, each with one wait as its only user.
-        payload: the members in payload order.
-        before: the node to insert before, which may be a member or its wait.
-
-    Returns:
-        The bucket's start, and all new nodes in graph order.
+    ``members`` are starts of one bucket key in graph order, each with one wait as its only user;
+    ``payload`` orders them in the buffer. ``before`` may be a member or its wait: the graph may not
+    be in topological order afterwards.
     """
     values = packed_values(payload)
     make = _all_gather if kind_of(members[0]) == "all_gather" else _reduction
@@ -116,7 +102,7 @@ def pack(
         graph.erase_node(wait)
         given = member.all_input_nodes[0]
         graph.erase_node(member)
-        if given is not value:
+        if given is not value:  # the cast, which packing does now
             graph.erase_node(given)
     return start, writer.nodes
 
@@ -171,6 +157,7 @@ def _reduction(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node])
     sizes = [w.divided(w.numel(value), ranks) for value in values]
     total = w.add(sizes)
     rows = [ranks] if scatter else []
+    # A rank receives one contiguous part of the buffer: its rows of all members.
     given = [w.reshape(value, [*rows, size]) for value, size in zip(values, sizes, strict=True)]
     packed = w.cat(given, [*rows, total], dim=len(rows))
     if scatter:
@@ -186,11 +173,10 @@ def _reduction(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node])
 
 
 class Writer:
-    """Insert nodes, with values in ``meta``, at the graph's insertion point.
+    """Insert nodes, with values in ``meta``, at the graph's insertion point."""
 
-    Results' layouts are computed, unless a size is symbolic: running operators on fake tensors
-    takes nine tenths of the time of merging. Symbolic sizes are nodes in arguments.
-    """
+    # Results' layouts are computed, unless a size is symbolic: running operators on fake tensors
+    # takes nine tenths of the time of merging. Symbolic sizes are nodes in arguments.
 
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = []
@@ -257,8 +243,8 @@ class Writer:
     ) -> fx.Node:
         """Call an operator whose contiguous result is a view of its contiguous first argument.
 
-        The view begins ``offset`` elements after the start of the storage, and for ``aten.view``
-        after the start of the argument.
+        ``offset`` counts elements from the storage's start, and for ``aten.view`` from the
+        argument's.
         """
         node = self._add(target, args)
         if not self._static:
@@ -397,26 +383,18 @@ def merge_and_report(
 def apply_plan(
     analysis: GraphAnalysis, plan: MergePlan, payload_key: PayloadKey | None = None
 ) -> list[BucketReport]:
-    """Merge the buckets of a plan and sort the graph topologically.
+    """Merge the buckets of a plan, sort the graph topologically, and return reports in graph order.
 
     A gather bucket starts where its first member started, a reduction where its last did::
 
         ag(a) w ... ag(b) w ...            AG(a, b) W split ... ... ...
         rs(a) w use ... rs(b) w use        ... ... RS(a, b) W split use use
 
-    Args:
-        analysis: of the graph, which has not changed since it was planned.
-        payload_key: sort key of start nodes for the payload, ascending, ties in graph order. A
-            bucket with a member whose key is None keeps graph order. The callable runs once per
-            member, before anything changes, and must not change the graph.
-
-    Returns:
-        Reports of the buckets in graph order.
-
-    Raises:
-        RuntimeError: ``payload_key`` failed at a node, returned keys that have no order, changed
-            the graph or communicated; or a symbolic size has no hint. The graph is as it was.
+    ``payload_key`` sorts start nodes in the payload, ties in graph order. It runs once per member,
+    before anything changes. If it fails, changes the graph, communicates or returns keys without an
+    order, a ``RuntimeError`` chains the cause and the graph is as it was.
     """
+    # Keys come first: a user's function that fails leaves the graph as it was.
     keys, packed_by = None, GRAPH_ORDER
     if payload_key is not None:
         keys = _payload_keys(analysis.graph, plan, payload_key)
@@ -484,7 +462,7 @@ def _apply_bucket(
             packed_by = NO_KEY
         else:
             payload.sort(key=lambda m: keys[m.start])
-    layout, offset = [], 0
+    layout, offset = [], 0  # bytes from the start of each rank's part of the buffer
     for m in payload:
         name = str(m.dtype).removeprefix("torch.")
         layout.append(PayloadMember(m.fqns, offset, m.nbytes, m.shape, name))
@@ -525,7 +503,7 @@ def _hoist_inputs(
             if position.get(node, limit + 1) > limit and node not in late:
                 late[node] = None
                 stack.extend(node.all_input_nodes)
-        # An input that needs another collective can't move up; the final sort places it.
+        # An input that needs another collective can't move up; the final sort places the input.
         if any(n not in position or n in collectives for n in late):
             continue
         for node in sorted(late, key=position.__getitem__):

@@ -1,8 +1,7 @@
-"""Merge plans, their check, the protocol for planners, and the plan by unit.
+"""Define merge plans, their check, the protocol for planners, and the plan by unit.
 
 Planners are :class:`.ByUnit` (one bucket per unit), :class:`.ByCap` (buckets up to a byte cap),
-:class:`.BySearch` (the byte caps of the fastest schedule), and users' own. :mod:`.bucketing.pack`
-applies plans.
+:class:`.BySearch` (the byte caps of the fastest schedule), and users' own.
 """
 
 from __future__ import annotations
@@ -38,14 +37,10 @@ def check_groups(groups: Groups) -> tuple[str, ...] | Literal["primary"] | None:
 
 
 def chosen_groups(groups: Groups, counts: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
-    """Return the chosen groups in the order of ``counts``.
+    """Return the chosen groups in the order of ``counts``, FSDP collectives by group and kind.
 
     The primary group has the most FSDP all-gathers; in a graph without gathers the most
     reduce-scatters, and without these the most all-reduces. Of equals it is the first one.
-
-    Args:
-        groups: names that ``counts`` lacks are ignored, since other graphs may have these groups.
-        counts: number of FSDP collectives by group and kind, in graph order.
     """
     if groups == "primary":
         return (max(counts, key=lambda g: [counts[g][k] for k in KINDS]),) if counts else ()
@@ -54,12 +49,11 @@ def chosen_groups(groups: Groups, counts: Mapping[str, Mapping[str, int]]) -> tu
 
 @dataclass(frozen=True)
 class Bucket:
-    """Starts to merge into one collective.
+    """Starts, in graph order, to merge into one collective.
 
     Args:
         unit: index of the unit; None for a bucket by size.
-        members: starts in graph order.
-        closed_by: what kept the next candidate out; ``"end"``: no candidate was left.
+        closed_by: the reason that kept the next candidate out; ``"end"``: no candidate was left.
         detail: the candidate and the reason, for reports.
         wire_bytes: bytes of all members that count against ``cap_bytes``; None without a cap.
     """
@@ -75,11 +69,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MergePlan(NotMerged):
-    """The buckets of one graph. :class:`.NotMerged` has the other collectives, with reasons.
-
-    Args:
-        buckets: ordered by their first members; each has at least two members.
-    """
+    """The buckets of one graph, by their first members; each has at least two members."""
 
     buckets: tuple[Bucket, ...] = ()
 
@@ -103,10 +93,8 @@ def merge_groups(
 ) -> MergePlan:
     """Merge each group into as few buckets as dependencies allow.
 
-    A member that would close a cycle goes into a further bucket of its group.
-
-    Args:
-        groups: pairs of a unit's index, or None, and collectives of one bucket key in graph order.
+    A group is a unit's index, or None, and collectives of one bucket key in graph order. A member
+    that would close a cycle goes into a further bucket of its group.
     """
     contracted = Contraction(analysis)
     buckets, splits, left = list[Bucket](), list[str](), list[LeftAlone]()
@@ -151,16 +139,15 @@ def _fill(
 def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
     """Plan a graph with a user's planner, and check that the plan can be applied.
 
-    Raises:
-        RuntimeError: the planner failed, changed the graph or communicated (the cause is chained).
-        ValueError: a member can't be in its bucket; the message names it.
+    A ``RuntimeError`` chains the planner's failure, change of the graph or communication. A
+    ``ValueError`` names a member that can't be in its bucket.
     """
     try:
         with reading_only(analysis.graph, planner=planner.plan):
             plan = planner.plan(analysis)
     except Exception as error:
         raise RuntimeError(f"the planner {planner!r} failed") from error
-    contracted, free = Contraction(analysis), dict(analysis.collectives)
+    contracted, free = Contraction(analysis), dict(analysis.collectives)  # not in a bucket yet
     # The buckets are built again one member after the other, so that the error names a member.
     for bucket in plan.buckets:
         first = free.get(bucket.members[0])
@@ -189,21 +176,13 @@ def left_alone(c: Collective, reason: str, cause: Cause = Cause.OTHER) -> LeftAl
 
 @dataclass(frozen=True)
 class ByUnit:
-    """Plan one bucket per unit and bucket key, or more where dependencies require it.
-
-    Args:
-        kinds: kinds of collectives to bucket.
-    """
+    """Plan one bucket per unit and bucket key, or more where dependencies require it."""
 
     units: Units
     kinds: Collection[Kind] = FSDP_KINDS
 
     def plan(self, analysis: GraphAnalysis) -> MergePlan:
-        """Plan a graph.
-
-        Raises:
-            ValueError: the graph is not in topological order.
-        """
+        """Plan a graph in topological order."""
         uncovered: dict[str, None] = {}
         left: list[LeftAlone] = []
         groups: dict[tuple[int, Any, bool], list[Collective]] = {}

@@ -87,13 +87,10 @@ class Collective:
     """The facts about one collective, each read from the graph once, for any number of plans.
 
     Attributes:
-        group: name of its process group.
         home: name of the process group that shards its parameter; see :func:`.home_group`.
-        tag: its tag; None without a known parameter.
         why_not: why it can't be merged; see :func:`unmergeable`.
         key: its bucket key, see :func:`.bucket_key`; None if it can't be merged.
-        merged: whether it is a bucket already.
-        count: number of collectives that were merged into it; 1 if it is not a bucket.
+        merged: whether it is a bucket already, of ``count`` collectives.
         in_backward: whether autograd ran while it was traced, in the graph of a whole step.
     """
 
@@ -169,8 +166,7 @@ class GraphAnalysis:
         size_hints: numbers for sizes that depend on data; see :func:`.backend`.
         donated: whether an input is freed at its last use; None: :func:`.donated_by_autograd`.
         external_live_bytes: bytes in memory during the whole run that are not inputs of the graph.
-        fuses: whether Inductor runs the graph, so that elementwise operators and reductions are its
-            kernels.
+        fuses: whether Inductor runs the graph, so that its kernels replace operators.
     """
 
     def __init__(
@@ -207,12 +203,10 @@ class GraphAnalysis:
 
     @cached_property
     def gradient_sums(self) -> dict[fx.Node, Collective]:
-        """The reductions that add gradients over data-parallel ranks, by start.
-
-        This excludes an all-reduce inside one data-parallel rank, such as tensor parallelism's,
-        whose result another reduction of the same parameter adds. Eager FSDP2 leaves that to the
-        process group, too.
-        """
+        """The reductions that add gradients over data-parallel ranks, by start."""
+        # Not an all-reduce inside one data-parallel rank, such as tensor parallelism's, whose
+        # result another reduction of the same parameter adds: eager FSDP2 leaves that to the
+        # process group, too.
         sums = {start: c for start, c in self.collectives.items() if _adds_gradients(c)}
         groups: dict[str, dict[str, None]] = {}
         for c in sums.values():
@@ -238,15 +232,13 @@ class GraphAnalysis:
 
     @cached_property
     def writes(self) -> Writes:
-        """Which nodes write to tensors, and which may share memory."""
+        """The writes of nodes to tensors, and the nodes that may share memory."""
         return Writes(self.nodes)
 
     @cached_property
     def compute_before(self) -> dict[fx.Node, int]:
-        """Number of compute nodes, in graph order, up to the last one that each node depends on.
-
-        A node's own place is less useful, since a sort may put all reduce-scatters at the end.
-        """
+        """Number of compute nodes, in graph order, up to the last one that each node depends on."""
+        # A node's own place is less useful, since a sort may put all reduce-scatters at the end.
         reached: dict[fx.Node, int] = {}
         count = 0
         for node in self.nodes:

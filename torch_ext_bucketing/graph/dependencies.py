@@ -45,10 +45,7 @@ from .nodes import (
 
 
 class Writes:
-    """Writes and aliases among the nodes of a graph.
-
-    Args:
-        nodes: in topological order.
+    """Writes and aliases among nodes in topological order.
 
     Attributes:
         roots: maps each node to the nodes whose memory it may share. Empty if no node writes.
@@ -102,10 +99,8 @@ class Writes:
         ]
 
     def is_written(self, node: fx.Node) -> bool:
-        """Return whether any node of the graph writes to the memory of ``node``.
-
-        Writes through other aliases count only if the graph has unordered writes.
-        """
+        """Return whether any node of the graph writes to the memory of ``node``."""
+        # Writes through other aliases count only where edges do not order them.
         roots = self.roots.get(node, ()) if self.unordered else (node,)
         return not self.written.isdisjoint(roots)
 
@@ -208,11 +203,11 @@ FUNCTIONAL = frozenset(
 
 
 def is_known(node: fx.Node) -> bool:
-    """Return whether schema and tags show all that a call does, and those of calls inside it.
+    """Return whether schema and tags show all effects of a call, and of the calls inside it.
 
-    That holds for torch's own operators, whose tags and schemas torch tests, and for others with a
-    tag that describes the values of their results. Any other operator may draw random numbers, read
-    state that changes, or write to it, whatever its schema declares.
+    They do for torch's own operators, which torch tests, and for others with a tag that describes
+    the values of their results. Any other operator may draw random numbers, read state that
+    changes, or write to it, whatever its schema declares.
     """
     target = node.target
     if node.op != "call_function":
@@ -292,17 +287,11 @@ class Precedence:
 
 
 class Dependencies(Precedence):
-    """The dependencies between a graph's movable nodes.
-
-    All nodes are movable but placeholders, ``get_attr`` and the output.
+    """The dependencies between a graph's movable nodes: no inputs, constants or output.
 
     Attributes:
         index: place of each movable node among them.
-        group: name of the process group, by the place of each collective; of a host copy, its
-            stream.
-
-    Raises:
-        ValueError: a node stands before one of its inputs.
+        group: process group by the place of each collective, or a host copy's stream.
     """
 
     def __init__(self, everything: list[fx.Node], writes: Writes) -> None:

@@ -1,10 +1,4 @@
-"""Insert calls with their fake values, and restore a graph that an error or a hook changed.
-
-::
-
-    with unchanged_on_error(graph):
-        ...  # an exception restores the graph, node for node
-"""
+"""Insert calls with their fake values, and restore a graph that an error or a hook changed."""
 
 from __future__ import annotations
 
@@ -93,6 +87,7 @@ class Snapshot:
     def restore(self) -> None:
         """Restore the graph, with the same nodes; an erased one comes back as a new object."""
         graph = self._graph
+        # Extra nodes can be erased once nothing reads them, so changed nodes let go of arguments.
         there = dict.fromkeys(graph.nodes)
         extra = [n for n in there if n not in self._saved]
         for node in there:
@@ -158,12 +153,8 @@ class _NoCollectives(TorchDispatchMode):
 def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
     """Call hooks in the block that may read ``graph`` and write metadata, but nothing else.
 
-    Args:
-        graph: the graph.
-        hooks: the hooks by name. Values that are not callable are ignored.
-
-    Raises:
-        RuntimeError: a hook changed the graph, which is restored, or called a collective.
+    Of ``hooks``, by name, those that are not callable are ignored. A ``RuntimeError`` names a hook
+    that called a collective or changed the graph, which is restored.
     """
     what = " or ".join(name for name, hook in hooks.items() if callable(hook))
     if not what:

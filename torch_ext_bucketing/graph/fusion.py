@@ -74,6 +74,7 @@ class Kernel:
         space: the number of rows, and of the elements in each; of an elementwise one, all and 1.
         shares: bytes that it reads and writes, by the node that they are written for; each buffer
             counts once.
+        flat: whether each thread reads one element of every whole buffer.
     """
 
     space: tuple[int, int]
@@ -91,14 +92,13 @@ class Fused:
     """The kernels of some nodes, and the buffers that these read and write.
 
     Args:
-        kernels: the kernels.
         within: nodes whose results are in no buffer: they are computed inside the readers, or read
             by their own kernel alone.
         written: nodes that a kernel writes, into buffers or into its inputs.
         reads: by one node of each kernel, the buffers that the kernel reads. The node is the first
             one that has all of them before it.
-        reused: by node that a kernel writes, buffers of the same size that it may write it into,
-            as each element is read for the same element alone.
+        reused: by node that a kernel writes, buffers of the same size that it may write it into, as
+            each element is read for the same element alone.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -114,19 +114,16 @@ def fused(
     absent: Collection[fx.Node] = (),
     kept: Callable[[fx.Node], bool] | None = None,
 ) -> Fused:
-    """Group the elementwise operators and reductions among ``nodes``.
+    """Group the elementwise operators and reductions among ``nodes``, in graph order.
 
-    Args:
-        nodes: nodes of a graph that run here, in order.
-        size: the bytes of a node's result.
-        absent: nodes that count as no reader and no kernel, as they differ from rank to rank.
-        kept: whether a value outlives the nodes, so it is written. None: what other nodes read.
+    Nodes ``absent`` are neither readers nor kernels, since they differ from rank to rank. Values
+    that ``kept`` accepts outlive the nodes and are written; None: those that other nodes read.
     """
     return _Walk(nodes, size, absent, kept).result()
 
 
 class _Walk:
-    """The walk over the nodes of a graph."""
+    """Walk over the nodes of a graph."""
 
     def __init__(
         self,
@@ -143,6 +140,7 @@ class _Walk:
         self._inline: dict[fx.Node, dict[fx.Node, int]] = {}  # value -> bytes of each buffer
         # Value -> buffers read element by element. Not sets, whose order differs between ranks.
         self._aligned: dict[fx.Node, dict[fx.Node, None]] = {}
+        # A kernel, a node that it writes, and the bytes that it reads of each buffer for that node.
         self._joined: list[tuple[int, fx.Node, dict[fx.Node, int]]] = []
         self._made_by: dict[fx.Node, int] = {}  # buffer -> kernel, which may be another library's
         self._before: list[int] = []  # by kernel, a bit set of those it needs
@@ -157,6 +155,8 @@ class _Walk:
                 self._visit(node)
         for node in [n for n in self._inline if self._is_read_outside(n)]:
             self._write(node)
+        # Whether a buffer exists is known only now: a result that just its own kernel reads stays
+        # in registers and costs no bytes.
         self._left.update(n for _, n in self._written if self._is_read_outside(n))
         for number, node in self._written:
             kernel = self._at[number]
@@ -301,6 +301,7 @@ class _Walk:
         users, kept = self._users(node), self._kept
         # Whether another graph, or a later part of this one, reads the value.
         outside = kept(root) if kept is not None else any(u not in self._inside for u in users)
+        # As Inductor's `should_realize_on_reuse` and `has_exceeded_max_reads` decide.
         again = len(users) > 1 and ((bool(reads) and outside) or len(reads) > _MOST_READS_OF_SHARED)
         if again or len(reads) > _MOST_READS:
             self._write(root)

@@ -1,10 +1,10 @@
-"""Live bytes of a graph, with every storage freed at its last use.
+"""Count live bytes of a graph, with every storage freed at its last use.
 
 Bytes are counted per storage, so that views and other aliases count once. A storage is live from
-the node that allocates it to the last node that touches it, unless it is an output or an input
-that the caller keeps: these stay. What a collective or a copy to or from host memory reads and
-writes is live until its wait. Host memory does not count. Where Inductor runs the graph, its
-kernels count instead of operators (:func:`with_fused`).
+the node that allocates it to the last node that touches it; outputs, and inputs that the caller
+keeps, stay. The operands of a collective, or of a copy to or from host memory, are live until its
+wait. Host memory does not count. Where Inductor runs the graph, its kernels count instead of
+operators (:func:`with_fused`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NEVER = 2**62  # uses of a storage that is never freed
 
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Return a test for the inputs that are freed at their last use: what forward saved."""
+    """Return a test for the inputs that are freed at their last use: saved values."""
     # Not tangents, which autograd holds.
     return _aot.is_saved if _aot.stage_of(graph) == "backward" else lambda node: False
 
@@ -88,7 +88,7 @@ class Storages:
         allocates: per node, the storages that are new with it.
         touches: per node, the storages that must be live while it runs.
         kept: storages that are never freed.
-        at_start: bytes of the inputs and constants, and of what is in memory beside them.
+        at_start: bytes of the inputs and constants, and of other memory beside the graph.
         of_node: per node of the graph, the storages that hold its result.
     """
 
@@ -134,25 +134,19 @@ def with_fused(
     of_node: Mapping[fx.Node, tuple[int, ...]],
     kernels: Fused,
 ) -> Storages:
-    """Return the storages of nodes that run as fused kernels.
+    """Return the storages of nodes that run as fused kernels; ``live`` has those without fusion.
 
-    - What no other kernel reads takes no bytes.
+    - A result that no other kernel reads takes no bytes.
     - A kernel's inputs are live until it has run. A value computed inside its readers so leaves its
       own inputs live for them. A view runs no kernel.
     - A buffer that a kernel reads last, in any order, holds a result of equal size.
-
-    Args:
-        live: the storages of the nodes without fusion.
-        dependencies: the nodes, by place.
-        of_node: the storages of nodes' results.
-        kernels: Inductor's.
     """
     at_start = {s for touched in live.touches for s in touched}
     size, touches, row = list(live.size), list[tuple[int, ...]](), dict[fx.Node, int]()
     for i, (node, new) in enumerate(zip(dependencies.nodes, live.allocates, strict=True)):
         at_start.difference_update(new)
         row.setdefault(node, i)
-    there = {*at_start, *(s for new in live.allocates for s in new)}
+    there = {*at_start, *(s for new in live.allocates for s in new)}  # some are of earlier nodes
     # Storages that hold no node's result, such as a bucket's buffer, keep their uses.
     others = there.difference(s for mine in of_node.values() for s in mine)
     touched_by: dict[int, list[int]] = {}
@@ -210,7 +204,7 @@ class LiveBytes:
         self.now = liveness.at_start
 
     def run(self, i: int) -> int:
-        """Run node ``i`` and return the bytes live while it runs. ``now`` is what is left after."""
+        """Run node ``i`` and return the bytes live while it runs; ``now`` is those after it."""
         # This runs for each node of each order.
         size, left, now = self._size, self._left, self.now
         for s in self._allocates[i]:
@@ -229,7 +223,7 @@ class LiveBytes:
         return sum(size[s] for s in storages if left[s] == 1)
 
     def after(self, nodes: Sequence[int]) -> tuple[int, int]:
-        """Return the most bytes live while ``nodes`` would run next, and what would be left."""
+        """Return the most bytes live while ``nodes`` would run next, and the bytes after them."""
         before, most = self.now, self.now
         for i in nodes:
             most = max(most, self.run(i))
@@ -248,10 +242,7 @@ def storages_of(
     donated: Callable[[fx.Node], bool] | None = None,
     external_live_bytes: int = 0,
 ) -> Storages:
-    """Find the storages of a graph with fake tensors in ``meta["val"]``, by places of nodes.
-
-    Arguments are those of :class:`.GraphAnalysis`.
-    """
+    """Find the storages of a graph by places of nodes; arguments as :class:`.GraphAnalysis`."""
     donated = donated or donated_by_autograd(graph)
     live = Storages([], [], [], {}, external_live_bytes)
     ids: dict[Any, int] = {}
@@ -322,17 +313,15 @@ BLOCK_BYTES = 512
 
 
 def beside_bytes(graph: fx.Graph) -> int:
-    """Return the bytes of cuBLAS's workspaces; 0 without products on CUDA.
-
-    torch's CUDA allocator keeps one for each handle and stream. Each thread has a handle of its
-    own, and autograd runs backward in another thread than forward, so a training step holds two
-    from its first backward on. NCCL allocates its buffers itself, with ``cudaMalloc``.
-    """
+    """Return the bytes of cuBLAS's workspaces; 0 without products on CUDA."""
+    # torch's CUDA allocator keeps one for each handle and stream. Each thread has a handle of its
+    # own, and autograd runs backward in another thread than forward, so a training step holds two
+    # from its first backward on. NCCL allocates its buffers itself, with ``cudaMalloc``.
     return _workspaces(graph) * cublas_workspace_bytes()
 
 
 def beside_text(graph: fx.Graph) -> str:
-    """Say what is assumed to be in memory beside the graph; empty where nothing is on CUDA."""
+    """Name the memory that is assumed beside the graph; empty where nothing is on CUDA."""
     number = _workspaces(graph)
     if not number:
         return ""

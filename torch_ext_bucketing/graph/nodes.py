@@ -1,8 +1,4 @@
-"""Classify single nodes: collectives, waits, views, compute, copies to and from host memory.
-
-Only a wait's start and a collective's input are read beside the node itself. Tags are in
-:mod:`.graph.tags`, dependencies in :mod:`.graph.dependencies`.
-"""
+"""Classify single nodes: collectives, waits, views, compute, copies to and from host memory."""
 
 from __future__ import annotations
 
@@ -56,12 +52,10 @@ class CollectiveType(NamedTuple):
     """One kind of collective: its operators, the bytes that it moves, its names.
 
     Args:
-        short: its name in reports.
         targets: torch's functional operators; the first one is out of place.
         arguments: of the first operator, between input and group, by the number of ranks and the
             number of rows in a rank's part of the buffer.
         whole_input: whether a rank's input is the whole buffer; else it is one part per rank.
-        whole_output: the same for its output.
         rounds: how often a ring moves the buffer past each rank. 0: no ring; each rank sends to
             every other one, and ranks may send different amounts.
         launches: c10d's operators that launch it, as torch's profiler names them.
@@ -153,7 +147,7 @@ _COPIES_NOTHING = frozenset(
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Return whether ``node`` launches communication, of any row of :data:`COLLECTIVES`."""
+    """Return whether ``node`` launches communication of any row of :data:`COLLECTIVES`."""
     return collective_kind(node) is not None
 
 
@@ -232,7 +226,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def bucket_key(start: fx.Node) -> tuple[Any, ...]:
-    """Return what members of one bucket must share."""
+    """Return the kind, group, operation, dtype and device that members of one bucket share."""
     value, kind = start.meta["val"], kind_of(start)
     # All-gathers of several dtypes merge as bytes.
     dtype = None if kind == "all_gather" else value.dtype

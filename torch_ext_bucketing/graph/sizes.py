@@ -52,7 +52,7 @@ def check_size_hints(given: object) -> None:
 
 
 class SizeHints:
-    """Numbers for symbolic sizes.
+    """Replace symbolic sizes by numbers.
 
     Args:
         given: a number for every symbol that depends on data, or a callable that returns one for a
@@ -148,12 +148,12 @@ class Work(NamedTuple):
 
 
 def set_work(node: fx.Node, work: Work) -> None:
-    """Note what ``node`` costs, in place of what its own sizes are."""
+    """Note the cost of ``node``, in place of the cost of its own sizes."""
     note(node, _KEY, work)
 
 
 def work_of(node: fx.Node) -> Work | None:
-    """Return what was noted; None for nodes that cost what their sizes are."""
+    """Return the noted cost; None for nodes whose sizes give it."""
     work: Work | None = noted(node, _KEY)
     return work
 
@@ -188,10 +188,7 @@ class ShardSide:
 
 
 def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
-    """Find the nodes of a graph that may be different on other ranks.
-
-    ``hints`` only affect :attr:`ShardSide.elements`.
-    """
+    """Find the nodes of a graph that may be different on other ranks."""
 
     def elements(node: fx.Node) -> int:
         value = node.meta.get("val")

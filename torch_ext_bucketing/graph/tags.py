@@ -27,15 +27,7 @@ _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one e
 
 @dataclass(frozen=True)
 class Tag:
-    """The kind of a collective and the parameters that it serves.
-
-    Args:
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        fqns: canonical FQNs of the parameters; several for fused weights.
-
-    Raises:
-        ValueError: an unknown kind, no FQN, or an FQN that is not a string.
-    """
+    """The kind of a collective, and the canonical FQNs of its parameters, several if fused."""
 
     kind: Kind
     fqns: tuple[str, ...]
@@ -49,16 +41,10 @@ class Tag:
 
 
 def set_tag(node: fx.Node, tag: Tag, home_group: str | None = None) -> None:
-    """Tag a collective.
+    """Tag a collective's start; raise a ValueError unless the kind is the tag's.
 
-    Args:
-        node: its start.
-        tag: its kind and parameters.
-        home_group: the process group that shards the parameter, for an all-gather that runs in a
-            smaller group (:mod:`.passes.reshard_to`).
-
-    Raises:
-        ValueError: ``node`` does not start a collective of the tag's kind.
+    ``home_group`` is the process group that shards the parameter, for an all-gather that runs in a
+    smaller group (:mod:`.passes.reshard_to`).
     """
     kind = kind_of(node)
     if kind != tag.kind:
@@ -75,10 +61,7 @@ def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
 
 
 def home_group(start: fx.Node) -> str:
-    """Return the process group that shards a collective's parameter.
-
-    It differs from the collective's own group for an all-gather in a smaller group.
-    """
+    """Return the process group that shards a parameter; its gather may run in a smaller group."""
     return noted(start, _HOME_KEY) or group_name(start)
 
 
@@ -114,18 +97,15 @@ def mark_replaced(start: fx.Node) -> None:
 
 
 def replaced_kind(node: fx.Node) -> Kind | None:
-    """Return a collective's kind for its tags; None for other nodes.
-
-    For a collective that replaces a reduction (:func:`mark_replaced`) this is the reduction's kind.
-    """
+    """Return the kind of a collective, or of the reduction that it replaces; else None."""
     return (noted(node, _REPLACES_KEY) or kind_of(node)) if is_collective(node) else None
 
 
 def tag_of(node: fx.Node) -> Tag | None:
     """Return the tag of a collective's start; None for other nodes and for untagged collectives.
 
-    A bucket's tag has the FQNs of all its members, in payload order if this package merged it, else
-    in the members' order. A bucket with an untagged member has no tag.
+    A bucket's tag has the FQNs of all members, in payload order if this package merged the bucket,
+    else in the members' order. A bucket with an untagged member has no tag.
     """
     tags = member_tags(node)
     if not tags or len(tags) < member_count(node):
@@ -134,10 +114,7 @@ def tag_of(node: fx.Node) -> Tag | None:
 
 
 def member_tags(start: fx.Node) -> tuple[Tag, ...]:
-    """List the tags of a bucket's members, without untagged ones, in payload order if known.
-
-    A collective that is not a bucket is its own only member. Other nodes have none.
-    """
+    """List the tags of a bucket's tagged members, or the own tag of a single collective."""
     return tuple(m for m in _members(start) if m is not None)
 
 
@@ -165,7 +142,7 @@ def _members(node: fx.Node) -> list[Tag | None]:
 
 
 def note(node: fx.Node, key: str, value: object) -> None:
-    """Note something about a node, for passes that copy its tags."""
+    """Note a fact about a node, for passes that copy its tags."""
     # A new dictionary, since tracing shares one ``custom`` dictionary between many nodes.
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
 

@@ -82,10 +82,7 @@ def is_zeros(node: fx.Node) -> bool:
 
 
 def is_linear(node: fx.Node) -> bool:
-    """Return whether ``node`` is linear but for rounding: ``f(a) + f(b) == f(a + b)``.
-
-    Moves are, except padding with values other than zero, and so is scaling by a number.
-    """
+    """Return whether ``node`` is linear but for rounding: ``f(a) + f(b) == f(a + b)``."""
     if node.op != "call_function":
         return False
     if node.target is _aten.constant_pad_nd.default:
@@ -110,7 +107,6 @@ class Cut:
     """A node through which all values pass on their way to the end of a region.
 
     Args:
-        node: the node.
         inside: the nodes after it up to the end, which is included, in reverse order.
         reductions: the reductions in ``inside``.
     """
@@ -138,10 +134,7 @@ def erase_unused(nodes: Iterable[fx.Node]) -> None:
 
 
 def cuts_before(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
-    """Yield the cuts of the region that ends in ``end``, from ``end`` itself backwards.
-
-    Sums and averages over ranks are linear. Zeros that a value is padded with are not an input.
-    """
+    """Yield the cuts of the region that ends in ``end``, from ``end`` itself backwards."""
     pending = {end: None}
     inside: list[fx.Node] = []
     reductions: list[fx.Node] = []
@@ -152,7 +145,7 @@ def cuts_before(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
             yield Cut(node, tuple(inside), tuple(reductions))
         if kind_of(node):
             added = reduce_op(node) in ("sum", "avg")
-            if not added or node.target is torch.ops._c10d_functional.all_reduce_.default:
+            if not added or node.target is _c10d.all_reduce_.default:
                 return
             reductions.append(node)
         elif not is_linear(node):
@@ -161,28 +154,21 @@ def cuts_before(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
         inside.append(node)
         # A collective's process group may be a node of the graph, too.
         for arg in node.all_input_nodes[:1] if kind_of(node) else node.all_input_nodes:
-            if is_zeros(arg):
+            if is_zeros(arg):  # padding adds nothing to a sum
                 inside.append(arg)
             else:
                 pending[arg] = None
 
 
 def outside_reader(cut: Cut, end: fx.Node) -> fx.Node | None:
-    """Return a node outside a region that reads a node inside it; None without one.
-
-    The region's end and its constants may have other readers.
-    """
+    """Find a node outside a region that reads inside it, the end and constants aside."""
     inside = dict.fromkeys(cut.inside)
     ours = (n for n in cut.inside if n is not end and n.target not in CONSTANTS)
     return next((user for node in ours for user in node.users if user not in inside), None)
 
 
 class StructuralIds:
-    """IDs of regions: equal IDs mean equal operations on the first value, on every rank.
-
-    Steps that keep values (copies, views to the same shape) do not count, since autograd leaves
-    them out where they would do nothing.
-    """
+    """Number regions; equal IDs mean equal operations on the first value, on every rank."""
 
     def __init__(self, position: Mapping[fx.Node, int]) -> None:
         self._position = position
@@ -193,6 +179,7 @@ class StructuralIds:
         ids: dict[fx.Node, int] = {cut.node: self._id("value", name)}
         for node in sorted(dict.fromkeys(cut.inside), key=self._position.__getitem__):
             value = node.meta.get("val")
+            # Autograd leaves copies, and views to the same shape, out where they would do nothing.
             if keeps_values(node) and not is_wait(node):
                 ids[node] = ids[node.all_input_nodes[0]]
             elif is_zeros(node):
