@@ -30,12 +30,9 @@ from .compilation import Compilation
 
 @dataclass(frozen=True)
 class AddedByUnit:
-    """An activation whose gradients are added unit by unit.
+    """An activation, made in ``module`` if known, whose gradients are added unit by unit.
 
-    Args:
-        node: name of the node that computes it.
-        module: FQN of the module of that node, if known.
-        sums: number of units whose sum is added where autograd would add use by use.
+    ``sums`` is the number of units whose sum is added where autograd would add use by use.
     """
 
     node: str
@@ -45,10 +42,7 @@ class AddedByUnit:
 
 @dataclass(frozen=True)
 class AddReport(RewriteReport):
-    """The result of :class:`.AddByUnit` on one graph.
-
-    ``added`` has the activations whose gradients are added in another order now, in backward order.
-    """
+    """The activations whose gradients are added in another order now, in backward order."""
 
     rewrite = heading = "added by unit"
     added: tuple[AddedByUnit, ...] = ()
@@ -79,13 +73,8 @@ class AddByUnit(GraphPass):
         eager FSDP2       (c + b) + a
         two graphs        c + (b + a)
 
-    Args:
-        model: the model. The pass does not keep it alive.
-        units: the modules of each ``fully_shard`` call, in the order of the calls, like those of
-            :meth:`.FSDPParamOrder.from_model`.
-
-    Raises:
-        TypeError, ValueError: wrong units; see :meth:`.FSDPParamOrder.from_model`.
+    ``units`` are the modules of each ``fully_shard`` call of ``model``, which the pass does not
+    keep alive; see :meth:`.FSDPParamOrder.from_model`.
     """
 
     stage = "joint"
@@ -122,10 +111,8 @@ class AddByUnit(GraphPass):
                 graph.erase_node(view)
 
     def _warn_of_split_sums(self, g: fx.Graph, compilation: Compilation) -> None:
-        """Warn of activations with gradients in this graph and a sum of others in an earlier one.
-
-        Forward runs the graphs in the order of their compiles, backward in reverse.
-        """
+        """Warn of activations with gradients in this graph and sums in an earlier one."""
+        # Forward runs the graphs in the order of their compiles, backward in reverse.
         gradients = {
             plain_index(base_input(of)): value
             for output in g.find_nodes(op="output")
@@ -167,20 +154,19 @@ def _is_sum(node: fx.Node) -> bool:
 def _added(views: Mapping[fx.Node, fx.Node]) -> Iterator[AddedByUnit]:
     """Yield the activations whose gradients are added in another order than use by use.
 
-    A sum of one unit's gradients is added to earlier gradients of these activations.
-
-    Args:
-        views: maps the views of units' inputs and of their gradients to what each is a view of.
+    ``views`` maps the views of units' inputs and of their gradients to the viewed nodes.
     """
     inputs: dict[object, fx.Node] = {}
     sums: dict[fx.Node, int] = {}
     for view in views:
+        # Autograd gives the view of a gradient the sequence number of its view in forward.
         source = inputs.setdefault(view.meta.get("seq_nr"), view)
         if source is view or not _is_sum(_source(view, views)):
             continue  # a view in forward, or one of a single gradient
         after = [view]
         for node in after:  # nested units have views of the same activation
             after += [user for user in node.users if user in views]
+        # Autograd adds the new gradient as the second argument to those that arrived before.
         if any(_is_sum(user) and user.args[1] is node for node in after for user in node.users):
             activation = _source(source, views)
             sums[activation] = sums.get(activation, 0) + 1

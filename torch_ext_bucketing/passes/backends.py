@@ -1,12 +1,4 @@
-"""Backends for ``torch.compile`` that run graph passes.
-
-::
-
-    order = FSDPParamOrder.from_model(model, units=[...])
-    compiled = torch.compile(
-        model, backend=backend("inductor", passes=[ReshardAfterForward(), BucketByUnit(order)])
-    )
-"""
+"""Compile with graph passes: backends for ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -62,9 +54,7 @@ _PREFETCH = 50
 class BucketingBackend:
     """A backend for ``torch.compile``; :func:`backend` makes it, and has the arguments.
 
-    Attributes:
-        pipeline: the passes in the order they run.
-        reports: one per compile.
+    ``reports`` has one report per compile, ``pipeline`` the passes in the order they run.
     """
 
     compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor"
@@ -204,9 +194,7 @@ class BucketingBackend:
 
         The backward graph is added when it is compiled. A graph from Inductor's caches, or from
         ``torch.compiler.load_cache_artifacts``, has the report of the compile that filled them.
-
-        Raises:
-            RuntimeError: nothing has been compiled yet.
+        Before any compile this is a ``RuntimeError``.
         """
         if not self.reports:
             raise RuntimeError("nothing has been compiled with this backend yet; run the model")
@@ -253,7 +241,7 @@ class _InductorPass(CustomGraphPass):
         if self._check:
             self._check.keep(graph, graph.owning_module)
         if any(ORDER in p.provides for p in self._passes.ahead):
-            pin_order(graph)
+            pin_order(graph)  # last, since wrapping hides a node's operator
 
     def graph_compiled(self) -> CompileReport | None:
         """Return the report that caches store with the graph."""
@@ -267,7 +255,7 @@ class _InductorPass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         _caches.forget_mesh_hashes(self._meshes)  # Inductor calls this before it makes a key
-        passes = None if self._check else self._passes.uuid()
+        passes = None if self._check else self._passes.uuid()  # a loaded graph has nothing to check
         fqns = repr(describe(self._compilation.input_fqns))
         agreement = repr((self._agrees, self._timeout))
         try:
@@ -302,7 +290,7 @@ def _launches(
 
 
 def _extended(graph: fx.GraphModule, compilation: Compilation) -> tuple[list[Any], _aot.Wrap]:
-    """Extend a graph; return fake tensors for its new inputs, and what gives it their values."""
+    """Extend a graph; return fake tensors for new inputs, and a wrapper that adds values."""
     extension = compilation.extension
     if extension is None:
         return [], lambda compiled: compiled
@@ -343,13 +331,13 @@ def backend(
         passes: see :class:`.Pipeline` for their order.
         model: the module that FQNs are relative to. None takes the model that a recipe made the
             passes for, else the module that the latest order or plan with the parameter was made
-            from, else the compiled one. A :class:`.GuessedNamesWarning` names sharded
-            parameters whose FQNs are not sure.
-        prefetch: with ``"inductor"`` and torch's overlap scheduling: how many compute
-            nodes (matrix products, attention) ahead of its use a gather may start
+            from, else the compiled one. A :class:`.GuessedNamesWarning` names sharded parameters
+            whose FQNs are not sure.
+        prefetch: with ``"inductor"`` and torch's overlap scheduling: how many compute nodes (matrix
+            products, attention) ahead of its use a gather may start
             (``aten_distributed_optimizations.max_compute_pre_fetch``). None keeps torch's 200.
-        agree: compare what the ranks of each process group launch before a graph's first
-            collective runs for the first time (:mod:`.agreement.exchange`).
+        agree: compare the launches of the ranks of each process group before a graph's first
+            collective runs for the first time (:mod:`.runtime.agreement`).
         agree_timeout: how long a rank waits for the others in that comparison, their compile times
             included; None: the time limit of each process group.
         size_hints: numbers that estimates of time and memory take for sizes that depend on data,
@@ -363,11 +351,7 @@ def backend(
             one, and Inductor's caches are not used; later steps are as without the check.
 
     Raises:
-        TypeError: ``passes`` has something else than passes; ``agree_timeout`` is not a
-            ``timedelta``; ``size_hints`` is neither a whole number nor a callable;
-            ``check_recompute`` is not a bool.
-        ValueError: an unknown ``compiler``; passes that conflict (:class:`.PassOrderError`);
-            ``agree_timeout`` is not positive; ``prefetch`` or ``size_hints`` is negative.
+        TypeError, ValueError: wrong arguments; passes that conflict (:class:`.PassOrderError`).
 
     A compiled function raises ``PlanMismatchError`` on every rank if ranks launch different
     collectives, and ``RankMissingError`` if a rank did not join the comparison in time.

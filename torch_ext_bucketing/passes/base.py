@@ -1,4 +1,4 @@
-"""The base class of passes, the facts that a list of passes is checked by, and their driver."""
+"""Define the base class of passes, the facts that lists are checked by, and the driver."""
 
 from __future__ import annotations
 
@@ -92,10 +92,7 @@ class GraphPass(CustomGraphPass):
         """Run on a graph of the pass's stage, in place."""
 
     def finish(self, graph: fx.Graph, compilation: Compilation) -> None:
-        """Complete the work of a joint pass on each graph after the partitioner.
-
-        Called before the passes of that stage run.
-        """
+        """Complete a joint pass's work on each graph after the partitioner, before its passes."""
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Wrap the compiled function, to observe its calls."""
@@ -120,17 +117,16 @@ class GraphPass(CustomGraphPass):
     def uuid(self) -> str | None:
         """Return the pass's cache key, the same in every process for equal settings and code.
 
-        The code is this package and the modules that define the pass's classes, without what they
-        import from elsewhere. None bypasses Inductor's caches. That happens where a setting is a
-        plain function, whose name does not identify its code; give it a ``uuid()`` of its own. The
-        reason is logged as a warning.
+        The code is this package and the modules that define the pass's classes, without their
+        imports from elsewhere. None bypasses Inductor's caches, with a warning: a setting is a
+        plain function, whose name does not identify its code; give it a ``uuid()`` of its own.
         """
         from .cache_key import key_of
 
         return key_of(type(self), self.settings)
 
     def settings(self) -> tuple[Any, ...]:
-        """Return what decides the pass's result: by default its fields.
+        """Return the values that define the pass's result: by default its fields.
 
         Allowed are plain values, containers and dataclasses of them, and objects with ``uuid()``.
         """
@@ -158,17 +154,11 @@ def run_passes(
     compilation: Compilation,
     joint: Sequence[GraphPass] = (),
 ) -> list[GraphReport]:
-    """Run the passes of one stage on a graph.
+    """Run the passes of one stage on a graph; return the reports of those that bucket.
 
     Every pass runs here: those of a backend, of a whole step, of torch's own config, and one alone.
-    The report gets the time of each. The graph before and after each pass goes to ``TORCH_TRACE``,
-    and to the package's logger at DEBUG.
-
-    Args:
-        joint: passes that ran on the joint graph, and complete their work on this one.
-
-    Returns:
-        The reports of these passes that bucket.
+    Passes in ``joint`` ran on the joint graph, and complete their work on this one. The graph
+    before and after each pass goes to ``TORCH_TRACE``, and to the package's logger at DEBUG.
     """
     g, done = graph_of(graph), len(compilation.report.graphs)
     name = stage if stage == "joint" else stage_of(g)

@@ -1,4 +1,4 @@
-"""The passes that merge collectives, and the one that reduces gradients in rank order."""
+"""Merge collectives by unit or by a byte cap, and reduce gradients in rank order."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ class BucketByUnit(GraphPass):
     """Merge collectives by unit, kind, process group and dtype.
 
     Args:
-        units: an ``FSDPParamOrder``, ``Units``, or a sequence of units, each a sequence of
-            FQNs of parameters or modules.
+        units: an ``FSDPParamOrder``, ``Units``, or a sequence of units, each a sequence of FQNs of
+            parameters or modules. A name may be in one unit only.
         kinds: the kinds to bucket; all-reduces (HSDP, DDP) only if named.
         payload_order: a key of start nodes, ascending in the payload; None: graph order.
             ``"units"``: the order given as ``units``, else graph order.
-
-    Raises:
-        TypeError: ``payload_order`` is something else, or the name of a unit is not a string.
-        ValueError: an unknown kind, or one name in two units.
     """
 
     stage = "forward_backward"
@@ -138,17 +134,15 @@ class FixedOrderReduce(GraphPass):
     The bits of a gradient then depend on the ranks' values and the number of ranks only, and not on
     byte caps, units, or the order of payload and graph. Eager FSDP2 has the same bits with
     :class:`.AllToAllReduceScatter`. Ranks send the bytes of a ring reduction, in the same dtype,
-    and hold what they receive, as large as the packed gradients, until it is added.
+    and hold the received values, as large as the packed gradients, until they are added.
 
     Runs after the passes that bucket and before :class:`.Schedule`; ``BucketAndSchedule`` takes it
     as ``reduce=``. Only sums and averages of floating-point gradients of parameters are replaced,
     on groups of more than one rank. :mod:`.bucketing.all_to_all` shows the graphs.
 
     Args:
-        accumulate: dtype of the sums, or of the gradients if that is wider.
-
-    Raises:
-        ValueError: ``accumulate`` is neither ``torch.float32`` nor ``torch.float64``.
+        accumulate: ``torch.float32`` or ``torch.float64``, the dtype of the sums, or of the
+            gradients if that is wider.
     """
 
     stage = "forward_backward"

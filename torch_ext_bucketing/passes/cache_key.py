@@ -23,10 +23,7 @@ from ..errors import NoUuidError
 
 
 def code_of_fields(value: Any, name: str = "") -> str:
-    """Write a dataclass as a call of ``name``, or of its class.
-
-    Fields without a default come by position. Others come by name if they differ from it.
-    """
+    """Write a dataclass as a call of ``name``, or of its class, without defaults."""
     parts = []
     for f in dataclasses.fields(value):
         default = f.default
@@ -68,9 +65,8 @@ def digest(*parts: str) -> str:
 def describe(value: Any) -> Any:
     """Describe ``value`` by an object whose ``repr`` is equal in every process.
 
-    Raises:
-        NoUuidError: ``value`` has something else than plain values, containers and dataclasses of
-            them, and objects with a ``uuid()``.
+    A ``NoUuidError`` names a part that is neither a plain value, a container or dataclass of them,
+    nor an object with a ``uuid()``.
     """
     if isinstance(value, type):
         raise NoUuidError(f"{value!r} is a class, whose name does not identify its code")
@@ -114,8 +110,7 @@ def brief(value: Any) -> str:
 def sources_of(cls: type) -> tuple[str, ...]:
     """List the modules of a class and its bases with their digests, see :func:`.note_sources`.
 
-    Raises:
-        NoUuidError: a source can't be read, for example in a notebook.
+    A source that can't be read, as in a notebook, is a ``NoUuidError``.
     """
     sources = note_sources(cls)
     unknown = [name for name, digest in sources.items() if not digest]

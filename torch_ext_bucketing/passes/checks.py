@@ -1,4 +1,4 @@
-"""Warnings about graphs that are not bucketed as requested.
+"""Warn about graphs that are not bucketed as requested.
 
 All are legal and cost what the package is for, so each is one warning per compile. Nothing is
 bucketed, or not in the payload order (:func:`warn_of_silence`); or a unit's gradients are reduced
@@ -115,19 +115,17 @@ def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
 
 
 class DividedUnits:
-    """Record what each graph reduces of ``units``, over all compiles of a pass."""
+    """Record the parameters that each graph reduces of ``units``, over all compiles of a pass."""
 
     def __init__(self, units: Units) -> None:
         self._units = units
         self._seen: dict[int, dict[int, tuple[str, ...]]] = {}  # unit -> frame -> parameters
 
     def look(self, graph: fx.Graph, compilation: Compilation) -> None:
-        """Record what ``graph`` reduces, and warn if it divides a unit.
-
-        Gathers do not count: they copy, at any offset.
-        """
+        """Record the reductions of ``graph``, and warn if they divide a unit."""
         if compilation.frame is None:
             return
+        # Gathers do not count: they copy, at any offset.
         tags = (tag for node in graph.nodes for tag in member_tags(node) if tag is not None)
         reduced = Counter((t.kind, fqn) for t in tags if t.kind != "all_gather" for fqn in t.fqns)
         here: dict[int, dict[str, None]] = {}

@@ -70,8 +70,7 @@ class CombinedUses:
     """A parameter, or several that are gathered as one, with fewer collectives.
 
     Args:
-        gathers: number of all-gathers, before and after.
-        reductions: number of reductions, before and after.
+        gathers: number of all-gathers, before and after; so ``reductions``.
         added_dtype: dtype of the sum of the gradients; None if there was nothing to add.
         saved_bytes: larger side of each collective that is gone.
     """
@@ -87,9 +86,8 @@ class CombinedUses:
 class CombineReport(RewriteReport):
     """The result of :class:`.CombineUses` on one graph.
 
-    Args:
-        left: parameters whose uses are gathered or reduced one by one. Gradients that are reduced
-            one by one do not match eager FSDP2's bit for bit.
+    ``left`` are parameters whose uses are gathered or reduced one by one; such gradients do not
+    match eager FSDP2's bit for bit.
     """
 
     rewrite = "combine uses"
@@ -116,10 +114,9 @@ class CombineReport(RewriteReport):
 class CombineUses(GraphPass):
     """Gather and reduce each parameter once per step, as eager FSDP2 does.
 
-    Weights get eager FSDP2's bits, and fewer bytes cross the network; see
-    :mod:`.passes.combine_uses`. A parameter is left alone if a node writes to it, to its gathered
-    values or to its gradients between its uses, if its uses are reduced in different ways, or if
-    another node reads what would be replaced. The report gives the reason.
+    A parameter is left alone if a node writes to it, to its gathered values or to its gradients
+    between its uses, if its uses are reduced in different ways, or if another node reads a value
+    that would be replaced. The report gives the reason. See :mod:`.passes.combine_uses`.
     """
 
     stage = "joint"
@@ -150,7 +147,8 @@ def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:
 
 
 def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses], list[LeftAlone]]:
-    """Combine the uses of one parameter; return what was done and what was left alone."""
+    """Combine the uses of one parameter; return the combined uses and the reasons for others."""
+    # Equal nodes read equal values only as long as no node writes in between.
     if not Writes(graph.nodes).unordered:
         _share_forms(graph, _gathers(_serving(graph, fqns)))
     mine = _serving(graph, fqns)
@@ -206,7 +204,7 @@ def _gathers(starts: Sequence[fx.Node]) -> list[fx.Node]:
 def _same_gathers(
     fqns: tuple[str, ...], gathers: Sequence[fx.Node], facts: GraphAnalysis
 ) -> tuple[list[list[fx.Node]], list[LeftAlone]]:
-    """Group the gathers of equal values, two or more each; also return what is left alone."""
+    """Group the gathers of equal values, two or more each; also return those left alone."""
     left: list[LeftAlone] = []
     position, writes = facts.position, facts.writes
     structures = StructuralIds(position)
@@ -245,15 +243,12 @@ def _writes_to(source: fx.Node, writes: Writes) -> list[fx.Node]:
 
 
 def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
-    """Merge equal nodes among those that compute what is gathered.
-
-    ::
-
-        w -> abs -> max -> all_reduce -> ... -> mul -> ag      w -> ... -> mul -> ag
-        w -> abs -> max -> all_reduce -> ... -> mul -> ag                     \\-> ag
-    """
+    """Merge equal nodes among those that lead to gathers."""
     # All-gather extensions compute 8-bit data and scales from the shard. A scale may be used after
     # the gather as well, so it is not enough to share the gather.
+    #
+    #     w -> abs -> max -> all_reduce -> ... -> mul -> ag      w -> ... -> mul -> ag
+    #     w -> abs -> max -> all_reduce -> ... -> mul -> ag                     \-> ag
     before = ancestors(gathers)
     first: dict[Any, fx.Node] = {}
     for node in [n for n in graph.nodes if n in before]:
@@ -274,12 +269,9 @@ def _is_read(node: fx.Node) -> bool:
 
 
 class _Tree(NamedTuple):
-    """A parameter's gradient as a sum, ``add(add(a, b), c)``.
+    """A parameter's gradient as a sum, ``add(add(a, b), c)``, with ``add`` nodes in reverse order.
 
-    Attributes:
-        adds: the additions, the last one first.
-        leaves: the terms, in order.
-        uses: the terms that are reduced gradients of the parameter, each with its cuts.
+    ``uses`` has the ``leaves`` that are reduced gradients of the parameter, each with its cuts.
     """
 
     adds: list[fx.Node]
@@ -334,6 +326,7 @@ def _plan_reduction(
     """Return by leaf the cut at its full gradient, where it is added; or the reason why not."""
     if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
         return {}, "one gradient is added to itself after its reduction"
+    # Eager FSDP2's autograd adds on the full parameter, so in the dtype that it is gathered in.
     dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, facts)
     if any(map(in_other_form, gathers)):
         dtypes = dict.fromkeys(map(_before_cast, tree.uses.values()))

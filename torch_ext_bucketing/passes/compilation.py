@@ -1,4 +1,4 @@
-"""The state of one compile, which its passes share."""
+"""Hold the state of one compile, which its passes share."""
 
 from __future__ import annotations
 
@@ -42,12 +42,10 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice that a pass on the joint graph made for the graphs after the partitioner.
+    """A choice of a pass on the joint graph for the graphs after the partitioner.
 
-    Args:
-        text: the choice in short. Ranks compare it.
-        limit_bytes: the bound on the peak of live bytes that it was made under, which schedules
-            keep, too; None: no bound.
+    ``text`` is short, and ranks compare it. ``limit_bytes``, the bound on the peak of live bytes
+    that the choice was made under, holds for schedules, too; None: no bound.
     """
 
     text: str
@@ -73,11 +71,7 @@ class Extension(Protocol):
         """
 
     def merged(self, graph: fx.Graph) -> RewriteReport | None:
-        """Change added nodes once collectives are merged, before nodes are ordered.
-
-        Returns:
-            What was added; None if it was returned before.
-        """
+        """Change added nodes between merging and ordering; return a report, but only once."""
 
     @property
     def extra_bytes(self) -> int:
@@ -100,8 +94,6 @@ class Compilation:
         ahead: the passes that will run after the partitioner; see :attr:`.Pipeline.ahead`.
         tagged: number of collectives of the joint graph with a tag.
         choice: set by ``ReshardAfterForward("auto")``.
-        baseline: memory of the current graph, set by the pipeline.
-        extension: adds nodes to the graphs after the partitioner.
         fuses: whether the graph will run as Inductor's kernels; estimates take that.
         captured: whether it will run as a CUDA graph.
     """

@@ -33,12 +33,7 @@ from .compilation import Compilation
 
 @dataclass(frozen=True)
 class AmaxReport(RewriteReport):
-    """The result of :class:`.MergeAmax` on one graph.
-
-    Args:
-        merged: number of all-reduces in each merged one.
-        left: other all-reduces, with the parameters whose gathers wait for them.
-    """
+    """The number of all-reduces in each merged one; the parameters of others are ``left``."""
 
     rewrite = heading = "largest values merged"
     merged: tuple[int, ...] = ()
@@ -52,8 +47,7 @@ class AmaxReport(RewriteReport):
 class MergeAmax(GraphPass):
     """Find the largest values of all parameters with one all-reduce per process group.
 
-    For parameters that are gathered in 8 bits, scaled by their largest value; see
-    :mod:`.passes.merge_amax`. The first all-gather then waits for all largest values.
+    The first all-gather in 8 bits then waits for all values. See :mod:`.passes.merge_amax`.
     """
 
     stage = "joint"

@@ -52,12 +52,7 @@ from .compilation import Compilation
 
 @dataclass(frozen=True)
 class ParkReport(RewriteReport):
-    """The activations that a forward graph parks.
-
-    Args:
-        parked: bytes of each, by the node's name.
-        left: names of modules without any.
-    """
+    """The bytes of the activations that a forward graph parks, by node; modules without any."""
 
     rewrite = heading = "parked in host memory"
     parked: dict[str, int]
@@ -81,15 +76,11 @@ class Park(GraphPass):
     of operators with several ones, tensors with gaps, of sizes that are not known at compile time,
     and results of the model. Pinned host memory holds them from forward to backward; on CPU ranks
     they are copied, too. A pass that schedules, such as ``Schedule``, hides the copies under
-    computation; without one the step waits for each. What to park is chosen by
-    ``ReshardAfterForward("auto", memory=PeakMemory(gib=70, host_gib=200))``.
+    computation; without one the step waits for each. ``ReshardAfterForward("auto",
+    memory=PeakMemory(gib=70, host_gib=200))`` chooses which to park.
 
-    Args:
-        modules: FQNs; activations of modules below them count. ``""`` stands for all.
-
-    Raises:
-        TypeError: ``modules`` is a string.
-        UnknownTorchError: this torch lacks the copies; 2.13 and 2.15 have them.
+    ``modules`` are FQNs; activations of modules below them count. ``""`` stands for all. torch 2.13
+    and 2.15 have the copies; another torch gets an ``UnknownTorchError``.
     """
 
     stage = "joint"
@@ -123,10 +114,8 @@ class Park(GraphPass):
 
 
 def could_park(graph: fx.Graph) -> list[fx.Node]:
-    """List the activations of a joint graph that can be parked, if backward reads them.
-
-    Results of the model are among them; the partitioner leaves these alone.
-    """
+    """List the activations of a joint graph that can be parked, if backward reads them."""
+    # Results of the model are among them; the partitioner leaves these alone.
     chains = {n for chain in parameter_chains(graph).values() for n in chain}
     return [n for n in _aot.Halves(graph).forward if n not in chains and _can_be_copied(n)]
 
@@ -141,7 +130,7 @@ def _can_be_copied(node: fx.Node) -> bool:
 
 
 def mark(node: fx.Node) -> None:
-    """Mark a node to be parked, and its views to be made again of what comes back."""
+    """Mark a node to be parked, and its views to be made again after the copy back."""
     mark_parked(node)
     stack = [node]
     while stack:
@@ -154,7 +143,7 @@ def mark(node: fx.Node) -> None:
 
 
 def finish(graph: fx.Graph, compilation: Compilation) -> None:
-    """Change the waits of a graph after the partitioner, and report what it parks."""
+    """Change the waits of a graph after the partitioner, and report its parked activations."""
     waits = [n for n in graph.nodes if is_host_wait(n)]
     for wait in waits:
         if len(wait.args) == 2:

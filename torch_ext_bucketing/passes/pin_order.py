@@ -24,14 +24,7 @@ from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_
 
 
 def pin_order(graph: fx.Graph) -> int:
-    """Make Inductor keep the graph's order of collectives, waits and compute nodes.
-
-    Args:
-        graph: graph of a ``GraphModule``; wrapped nodes become its submodules.
-
-    Returns:
-        Number of wrapped nodes.
-    """
+    """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
     packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
     wanted: dict[fx.Node, list[fx.Node]] = {}
     pinned: list[fx.Node] = []

@@ -1,4 +1,4 @@
-"""The order of passes: which passes a recipe's list stands for, and the check of a list."""
+"""List the passes that a recipe's list stands for, in order, and check a list."""
 
 from __future__ import annotations
 
@@ -84,10 +84,6 @@ class MatchFSDP2(GraphPass):
         model: the model that ``units`` belong to. It is not kept alive.
         units: FQNs of the modules of each ``fully_shard()`` call, in the order of the calls; see
             :meth:`.FSDPParamOrder.from_model`.
-
-    Raises:
-        TypeError: ``units`` without ``model``, or ``model`` without ``units``.
-        ValueError: ``units`` do not fit ``model``.
     """
 
     stage = "joint"
@@ -117,18 +113,11 @@ class MatchFSDP2(GraphPass):
 
 
 class Pipeline:
-    """The passes of a backend, in the order of :func:`in_order`.
+    """Check passes and order them by :func:`in_order`; the stages may be mixed.
 
-    Args:
-        passes: passes of one stage in the order they run; the stages may be mixed.
-        model: see :func:`.backend`.
-
-    Raises:
-        TypeError: something in ``passes`` is not a pass.
-        PassOrderError: a pass undoes the work of one before it, two passes decide the same, or a
-            pass requires a fact that none before it provides.
-        ValueError: a pass has an unknown stage, or ``TORCH_EXT_BUCKETING_DISABLE``, read here, has
-            an unknown name.
+    A :class:`.PassOrderError` names a list that works if a pass undoes the work of one before it,
+    two passes decide the same, or a pass requires a fact that none before it provides. An unknown
+    name in ``TORCH_EXT_BUCKETING_DISABLE``, read here, is a ``ValueError``.
     """
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
@@ -176,11 +165,8 @@ class Pipeline:
         return made
 
     def planned_with(self, compilation: Compilation) -> str:
-        """Name the inputs of plans and orders, for ranks to compare.
-
-        These are machines and size hints of an order, the dtype of sums in rank order, and what a
-        pass chose on the joint graph.
-        """
+        """Name the inputs of plans and orders, for ranks to compare."""
+        # Machines of an order, the dtype of sums in rank order, size hints, a joint pass's choice.
         texts = [p.planned_with for p in self.ahead]
         if any(ORDER in p.provides and p.planned_with for p in self.ahead):
             hints = compilation.size_hints
@@ -245,7 +231,7 @@ def _working(passes: Sequence[GraphPass]) -> list[GraphPass]:
 
 
 def _precedes(first: GraphPass, second: GraphPass) -> bool:
-    """Return whether one pass must come before another one: it undoes that, or is required."""
+    """Return whether a pass must come before another, which requires it or which it would undo."""
     if first is second:
         return False
     return bool(first.conflicts_with & second.provides or first.provides & second.requires)

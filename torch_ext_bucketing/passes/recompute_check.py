@@ -1,4 +1,4 @@
-"""Compare what backward recomputes with what forward computed, in the first step.
+"""Compare recomputed values in backward with forward's, in the first step.
 
 Each value gets a digest of its bits. Both graphs of the first step are run node by node by ATen's
 kernels, whatever the compiler is: Inductor fuses a recomputed value with other nodes, and then
@@ -36,10 +36,7 @@ Run = Callable[..., Any]
 
 
 class RecomputeCheck:
-    """The check of one compile.
-
-    Forward is recorded once, in its first call. The backward that gets what it saved is compared.
-    """
+    """Check one compile: record its first forward, and compare the backward of that forward."""
 
     def __init__(self) -> None:
         self._recorded: dict[str, tuple[fx.Node, torch.Tensor]] | None = None
@@ -60,7 +57,7 @@ class RecomputeCheck:
         self._made = fx.GraphModule(owner, copy)
 
     def wrap(self, compiled: Run) -> Run:
-        """Return what runs the graph of :meth:`keep` where it is checked, else ``compiled``."""
+        """Return a function that runs the kept graph where checked, else ``compiled``."""
         graph, self._made = self._made, None
         if graph is None or (stage := stage_of(graph.graph)) == "inference":
             return compiled
@@ -115,7 +112,7 @@ class RecomputeCheck:
 
 
 class _Digests(fx.Interpreter):
-    """Runs a graph, and makes digests of its values by name, all or those in ``only``."""
+    """Run a graph, and make digests of its values by name, all or those in ``only``."""
 
     def __init__(self, graph: fx.GraphModule, only: Iterable[str] | None = None) -> None:
         super().__init__(graph)
@@ -159,10 +156,9 @@ def _has_values(node: fx.Node) -> bool:
 
 
 def digest_of(value: torch.Tensor) -> torch.Tensor:
-    """Return a number of 64 bits for the bits of a tensor, on its device.
-
-    It is a sum over all numbers, each times an odd number that its place defines.
-    """
+    """Return a number of 64 bits for the bits of a tensor, on its device."""
+    # A sum over all numbers, each times an odd number that its place defines: a change of one
+    # number always shows, and the sum does not depend on the order of additions.
     plain = torch.view_as_real(value) if value.is_complex() else value
     bits = plain.detach().reshape(-1).view(_BITS[plain.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

@@ -46,10 +46,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class ReducedShard:
-    """A gradient that is scattered over the shards before it is reduced over the replicas.
-
-    ``replica_bytes`` is the size of the all-reduce's input, before and after.
-    """
+    """A gradient that is scattered first; ``replica_bytes`` are all-reduced, before and after."""
 
     fqns: tuple[str, ...]
     replica_bytes: tuple[int, int]
@@ -57,12 +54,7 @@ class ReducedShard:
 
 @dataclass(frozen=True)
 class ScatterReport(RewriteReport):
-    """The result of :class:`.ReduceScatterFirst` on one graph.
-
-    Args:
-        swapped: in graph order.
-        left: all-reduces that a reduce-scatter still follows.
-    """
+    """The swapped gradients in graph order, and all-reduces that a reduce-scatter still follows."""
 
     derived = ("rewrite", "replica_bytes")
     rewrite = heading = "reduce-scatter first"
@@ -189,9 +181,7 @@ def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
         ranks 0 1 2 3, shards {0, 1} {2, 3}, replicas {0, 2} {1, 3}     a grid
                                              replicas {0, 3} {1, 2}     not a grid
 
-    Args:
-        replicas: ranks of the all-reduce's group, ascending.
-        shards: ranks of the reduce-scatter's group, ascending.
+    ``replicas`` and ``shards`` are the ranks of the groups, ascending.
     """
     if len(set(replicas) & set(shards)) != 1:
         return False

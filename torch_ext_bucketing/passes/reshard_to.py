@@ -55,12 +55,7 @@ _slice_copy = torch.ops.aten.slice_copy.Tensor
 
 @dataclass(frozen=True)
 class Resharded:
-    """Parameters that are sharded over a smaller group after forward.
-
-    Args:
-        ranks: number of ranks that forward gathers from.
-        saved_bytes: bytes that this rank keeps from forward to backward.
-    """
+    """Parameters that forward gathers from ``ranks``, kept in ``saved_bytes`` on a rank."""
 
     fqns: tuple[str, ...]
     ranks: int
@@ -69,12 +64,7 @@ class Resharded:
 
 @dataclass(frozen=True)
 class ReshardReport(RewriteReport):
-    """The result of ``ReshardAfterForward(to=...)`` on one graph.
-
-    Args:
-        ranks: size of the smaller group.
-        left: parameters that backward gathers over their own group.
-    """
+    """The parameters that backward gathers in a smaller group of ``ranks``, and the others."""
 
     rewrite = heading = "reshard after forward"
     ranks: int
@@ -89,12 +79,9 @@ class ReshardReport(RewriteReport):
 
 @dataclass(frozen=True)
 class SmallerGroup:
-    """The process group that backward gathers in.
+    """The process group that backward gathers in; ``ranks`` are in the default group, ascending.
 
-    Args:
-        name: of the group.
-        ranks: in the default group, ascending.
-        place: of this rank among them, from 0.
+    ``place`` is this rank's among them, from 0.
     """
 
     name: str
@@ -104,13 +91,7 @@ class SmallerGroup:
 
 @dataclass(frozen=True)
 class Smaller:
-    """The all-gathers that backward can do in a smaller group.
-
-    Args:
-        group: name of the group.
-        ranks: number of ranks in it.
-        starts: the all-gathers.
-    """
+    """The all-gathers that backward can do in a smaller group, whose name and size are given."""
 
     group: str
     ranks: int
@@ -120,15 +101,8 @@ class Smaller:
 def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
     """Create or find the process group for ``ReshardAfterForward(to=...)``.
 
-    Args:
-        to: a number of ranks, or a mesh whose last dimension is the group.
-
-    Returns:
-        The group of this rank; None, with a warning, if it has one rank.
-
-    Raises:
-        TypeError: ``to`` is neither.
-        ValueError: ``to`` does not divide the job's ranks, or the default group is missing.
+    ``to`` is a number of ranks that divides the job's, or a mesh whose last dimension is the group.
+    A group of one rank is None, with a warning.
     """
     if isinstance(to, DeviceMesh):
         size = to.size(to.ndim - 1)
@@ -166,18 +140,11 @@ def reshard_to(
 ) -> ReshardReport:
     """Add a second all-gather, in the smaller group, for all readers of gathered parameters.
 
-    A parameter that backward does not read gets none. A parameter whose gathered value can't be
-    divided among the ranks of ``smaller`` is gathered again over its own group, with the reason in
-    the report.
-
-    Args:
-        graph: a joint graph.
-        chains: the nodes from each parameter to its uses; see :func:`.parameter_chains`.
-        smaller: the group of the second all-gather.
-        wanted: selects all-gathers by tag.
-
-    Raises:
-        ValueError: ``smaller`` fits no parameter's group. The graph is unchanged then.
+    ``chains`` (see :func:`.parameter_chains`) has the nodes from each parameter of a joint graph to
+    its uses, and ``wanted`` selects all-gathers by tag. A parameter that backward does not read
+    gets none. A parameter whose gathered value can't be divided among the ranks of ``smaller`` is
+    gathered again over its own group, with the reason in the report; if none can, this is a
+    ``ValueError``.
     """
     tags = {s: tag for s in chains if (tag := tag_of(s)) is not None and wanted(tag)}
     reasons = _why_not(tags, smaller)
@@ -269,11 +236,7 @@ def _gather_twice(
 
 
 def read_first_gathers(graph: fx.Graph) -> int:
-    """Remove second all-gathers from a forward graph, whose readers get the first one's result.
-
-    Returns:
-        The number of removed all-gathers; 0 in a backward graph, where the copies are inputs.
-    """
+    """Give readers of second all-gathers in a forward graph the first one's result; count them."""
     gathers = [n for n in graph.nodes if kind_of(n) == "all_gather" and not is_bucket(n)]
     again = [n for n in gathers if home_group(n) != group_name(n)]
     second = [n for n in again if n.args[0].target is _slice_copy]

@@ -47,9 +47,6 @@ class SeparateGroups(GraphPass):
         mesh: each of its dimensions gets a second group. Give a part, such as ``mesh["shard"]``, to
             leave the other dimensions alone.
         kinds: the kinds that move; reduce-scatters by default.
-
-    Raises:
-        ValueError: an unknown kind.
     """
 
     stage = "forward_backward"

@@ -1,4 +1,4 @@
-"""The pass that tags collectives with their parameters."""
+"""Tag collectives with their parameters, as the first pass."""
 
 from __future__ import annotations
 

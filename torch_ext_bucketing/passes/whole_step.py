@@ -27,24 +27,19 @@ def whole_step_pass(
 ) -> Callable[..., fx.GraphModule]:
     """Combine ``passes`` into one, ``(graph_module, example_inputs) -> graph_module``.
 
-    For the list of passes of torchtitan's graph trainer, in place of its bucketing:
-    ``passes[i] = whole_step_pass(model, recipe(model, reference=eager_model))``.
+    For the list of passes of torchtitan's graph trainer, in place of its bucketing: ``passes[i] =
+    whole_step_pass(model, recipe(model, reference=eager_model))``.
 
-    The graph's inputs are the parameters and buffers of ``model``, one per name, and then the
-    step's inputs. Its last outputs are the gradients of the trained parameters, in the same order.
-    A ``DTensor`` is its plain tensors, the shard first. The trainer chooses what backward gathers
-    again, so passes that choose it (``ReshardAfterForward``) are left out.
+    The graph's inputs are the parameters and buffers of ``model``, the traced module, one per name,
+    and then the step's inputs. Its last outputs are the gradients of the trained parameters, in the
+    same order. A ``DTensor`` is its plain tensors, the shard first. The trainer chooses what
+    backward gathers again, so passes that choose it (``ReshardAfterForward``) are left out.
 
     Args:
-        model: the module that was traced.
         compilation: gets the report.
         extension: adds nodes to the graph, without ``compilation``. The pass adds values of new
             inputs to ``example_inputs``.
         fuses: whether Inductor compiles the graph afterwards, without ``compilation``.
-
-    Raises:
-        ValueError: from the pass, which leaves the graph unchanged: the graph has fewer inputs than
-            ``model`` has parameters, or fewer outputs than trained parameters.
     """
     pipeline = Pipeline((p for p in passes if REGATHERS not in p.provides), model)
     shared = compilation or pipeline.compilation(extension=extension, fuses=fuses)
@@ -87,10 +82,10 @@ def run_pipeline(
 ) -> list[fx.Node]:
     """Run all passes on a graph of any part of a step, in place; return its new inputs.
 
-    Args:
-        fqns: parameters by placeholder.
-        grad_fqns: for each flattened output, the parameter whose gradient it is.
+    ``fqns`` names parameters by placeholder; ``grad_fqns`` names, for each flattened output, the
+    parameter whose gradient it is.
     """
+    # The graph of a whole step is joint and final at once, so passes of both stages run on it.
     tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns)
     pipeline.run("joint", gm, compilation)
     added = []
