@@ -1,4 +1,4 @@
-"""The pass that frees gathered parameters after forward."""
+"""Free gathered parameters after forward, as a pass that may choose among them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class ReshardAfterForward(GraphPass):
         forward   w -> all_gather -> wait -> t -> mm            saved: w
         backward  w -> all_gather -> wait -> t -> t -> mm
 
-    What forward does not read of a parameter, such as data that is scaled for products of backward,
-    is gathered in backward alone, whatever is kept.
+    Parts of a parameter that forward does not read, such as data that is scaled for products of
+    backward, are gathered in backward alone in any case.
 
     With a number of ranks, backward gathers in a smaller group, usually a node's, from a copy that
     forward leaves sharded over it, bit for bit as eager FSDP2 does (:mod:`.passes.reshard_to`).
@@ -65,15 +65,15 @@ class ReshardAfterForward(GraphPass):
 
     With ``to`` as well, each unit stays gathered, is gathered again over all ranks, or inside the
     node. With ``activations``, groups of activations, by unit and sort, are saved or recomputed
-    (:mod:`.activations`); marks of the user's own, such as by ``torch.utils.checkpoint``, are kept.
-    With ``memory=PeakMemory(gib=70, host_gib=200)``, saved ones may wait in host memory for
-    backward (:mod:`.passes.park`), if that makes the step shorter, or the peak smaller where the
-    bound can't be kept.
+    (:mod:`.planner.keep.activations`); marks of the user's own, such as by
+    ``torch.utils.checkpoint``, are kept. With ``memory=PeakMemory(gib=70, host_gib=200)``, saved
+    ones may wait in host memory for backward (:mod:`.passes.park`), if that makes the step shorter,
+    or the peak smaller where the bound can't be kept.
 
     The bound covers the graphs, with parameters' shards and gradients, and ``state_bytes``; the
-    schedules of the same backend keep it, too. All ranks choose alike, and compare their choice.
-    If no unit fits, nothing is kept, with a ``NothingKeptWarning`` that names the missing bytes. If
-    an estimate fails, nothing is kept, with a ``BoundNotKeptWarning``.
+    schedules of the same backend keep it, too. All ranks choose alike, and compare their choice. If
+    no unit fits, nothing is kept, with a ``NothingKeptWarning`` that names the missing bytes. If an
+    estimate fails, nothing is kept, with a ``BoundNotKeptWarning``.
 
     Args:
         reshard_after_forward: as in ``fully_shard``. True frees parameters after forward, False
@@ -86,25 +86,19 @@ class ReshardAfterForward(GraphPass):
         memory: the bound. A ratio refers to the peak with everything gathered again, the
             collectives of each unit merged, in the order of the graph.
         units: the parameters that are kept together, as in ``BucketByUnit``. None takes the units
-            of the backend's ``BucketByUnit``, and without one modules: what is below the first
+            of the backend's ``BucketByUnit``, and without one modules: the part below the first
             number in a name (``layers.3``), and each other module.
         machine: the machine that the cost model times nodes for. None takes that of the scheduling
             pass of the same backend, else :func:`.job_machine`.
         activations: also choose the activations that are saved.
         state_bytes: bytes on each rank that the graphs do not contain.
-        curve: also report what other bounds would give; each takes as long again.
+        curve: also report the choices under other bounds; each takes as long again.
         to: the smaller group, with ``"auto"`` as a number; or as a mesh, whose last dimension it
             is, for shards around tensor parallelism. If a row of ``to`` has all ranks that share a
             parameter, and no others, backward gathers as without it. A group of one rank keeps
             everything, with a warning, as in eager FSDP2. Parameters of other groups, such as
-            experts on a mesh of their own, are gathered over those; the report lists them.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: ``"auto"`` without ``memory``, or an argument of ``"auto"`` without it; one name
-            in two units; a group size that does not divide the ranks of the job, or is given twice;
-            no process group yet. In a compile: the smaller group divides no group that parameters
-            are sharded over.
+            experts on a mesh of their own, are gathered over those; the report lists them. No group
+            at all that ``to`` divides is a ``ValueError`` in a compile.
     """
 
     stage: ClassVar[Stage] = "joint"
@@ -194,7 +188,7 @@ class ReshardAfterForward(GraphPass):
         return watch_peak(compiled, compilation)
 
     def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Choice:
-        """Choose what stays, with the passes that will run on forward and backward."""
+        """Choose the nodes that stay, with the passes that will run on forward and backward."""
         inside = _aot.Halves(graph).forward
         backward = any(n not in inside and n.op != "output" for n in graph.nodes)
         if _aot.stage_of(graph) == "inference" or not backward:
@@ -251,14 +245,10 @@ class ReshardAfterForward(GraphPass):
 
 @dataclass(frozen=True)
 class _Choice:
-    """The nodes that stay from forward to backward.
+    """The nodes that stay ``gathered``, and activations that backward recomputes (``again``).
 
-    Args:
-        gathered: nodes between parameters and their uses that stay.
-        again: activations that backward recomputes.
-        saved: activations that are saved.
-        parts: FQNs of parameters that the smaller group gathers again.
-        parked: saved activations that wait in host memory.
+    ``parts`` has FQNs of parameters that the smaller group gathers again, ``parked`` the saved
+    activations that wait in host memory.
     """
 
     gathered: Collection[fx.Node] = ()

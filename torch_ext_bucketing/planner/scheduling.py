@@ -1,4 +1,4 @@
-"""The passes that time and schedule graphs, for :func:`.backend`.
+"""Time and schedule graphs, as passes of :func:`.backend`.
 
 With ``"aot_eager"`` a graph runs in its order. With ``"inductor"`` the backend pins the order
 afterwards (see :mod:`.passes.pin_order`).
@@ -35,11 +35,7 @@ from .search.cap_search import BySearch, Searched
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate(GraphPass):
-    """Add the cost model's times of each graph, as the passes before it leave it, to the report.
-
-    Args:
-        machine: the machine to time nodes for; None: :func:`.job_machine`.
-    """
+    """Add the cost model's times of each graph to the report; see :class:`Schedule`."""
 
     stage: ClassVar[Stage] = "forward_backward"
     reads_baseline = True
@@ -84,10 +80,6 @@ class Schedule(GraphPass):
     Args:
         policies: one policy or several, at most one of each class.
         machine: see :func:`.schedule`; None: :func:`.job_machine`.
-
-    Raises:
-        TypeError: an entry of ``policies`` is not a policy, or ``machine`` is not a machine.
-        ValueError: two policies of one class.
     """
 
     stage: ClassVar[Stage] = "forward_backward"
@@ -150,25 +142,16 @@ class Schedule(GraphPass):
 class BucketAndSchedule(Schedule):
     """Bucket with the byte caps of the fastest schedule, and schedule; see :class:`.BySearch`.
 
-    Replaces ``BucketByCap`` and :class:`Schedule`.
+    Replaces ``BucketByCap`` and :class:`Schedule`. ``kinds``, ``eligible`` and ``groups`` are those
+    of :class:`.ByCap`, ``payload_order`` is that of ``BucketByCap``.
 
     Args:
-        policies: see :class:`Schedule`.
+        policies: see :class:`Schedule`; so is ``machine``.
         caps_mb: see :class:`.BySearch`.
-        kinds: see :class:`.ByCap`.
-        eligible: see :class:`.ByCap`.
-        groups: see :class:`.ByCap`.
         planners: further planners to try. ``ReshardAfterForward("auto")`` chooses with the buckets
             of the first one.
-        payload_order: see ``BucketByCap``.
-        machine: see :class:`Schedule`.
         reduce: replaces the merged reductions before they are scheduled; the search for caps takes
             that into account.
-
-    Raises:
-        TypeError: see :class:`Schedule` and :class:`.ByCap`; ``payload_order`` is not a callable,
-            or ``reduce`` is not a :class:`.FixedOrderReduce`.
-        ValueError: see :class:`Schedule`, :class:`.ByCap` and :class:`.BySearch`.
     """
 
     requires = frozenset({TAGS})

@@ -1,4 +1,4 @@
-"""Memory of a training step outside of compiled graphs, and its measured peak."""
+"""Count the memory of a training step outside of compiled graphs, and measure the step's peak."""
 
 from __future__ import annotations
 
@@ -29,15 +29,9 @@ def state_bytes(
 ) -> int:
     """Return the bytes of optimizer state on the rank that has most, if the model is sharded.
 
-    Args:
-        optimizer: read only. If it has no state yet, an optimizer of its class takes a step on a
-            small parameter of each of its groups.
-        per_parameter: bytes per element of a parameter instead. The default is 8: two values in
-            fp32, as AdamW has.
-
-    Raises:
-        ValueError: both are given, or ``per_parameter`` is negative or infinite, or the optimizer
-            has parameters that are not the model's.
+    The ``optimizer`` is only read. If it has no state yet, an optimizer of its class takes a step
+    on a small parameter of each of its groups. ``per_parameter``: bytes per element of a parameter
+    instead. The default is 8: two values in fp32, as AdamW has.
     """
     if optimizer is not None and per_parameter is not None:
         raise ValueError("give optimizer= or state_bytes_per_parameter=, not both")
@@ -91,10 +85,8 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
     """Return the bytes that ``memory`` leaves for activations and gathered parameters.
 
     That is the bound without shards, their gradients, buffers and ``state`` bytes of optimizer
-    state, each on the rank that has most; 0 if the bound is a ratio.
-
-    Raises:
-        ValueError: the bound is below what these need.
+    state, each on the rank that has most; 0 if the bound is a ratio. A bound below these is a
+    ``ValueError``.
     """
     if memory.gib is None:
         return 0

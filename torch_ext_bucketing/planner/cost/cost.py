@@ -1,11 +1,11 @@
-"""Times of a graph's nodes on a described machine.
+"""Time a graph's nodes on a described machine.
 
 A compute node takes its FLOPs, counted by torch's FLOP counter, over the machine's rate for their
 dtype, or the time to move its bytes if that is longer. Other kernels move their bytes; views take
-no time. Where Inductor runs the graph those that it fuses are one kernel (:mod:`.graph.fusion`). A
-collective takes the time of the machine's table or network levels (:mod:`.machine`), else of
-torch's model of NCCL (``torch._inductor.comm_analysis``, which follows NCCL's tuning model). A
-machine's own ``estimate`` comes first.
+no time. Where Inductor runs the graph, operators that it fuses are one kernel
+(:mod:`.graph.fusion`). A collective takes the time of the machine's table or network levels
+(:mod:`.machine`), else of torch's model of NCCL (``torch._inductor.comm_analysis``, which follows
+NCCL's tuning model). A machine's own ``estimate`` comes first.
 
 The host launches each collective and each kernel, a fused one once (:attr:`.Machine.host_ms`).
 """
@@ -48,15 +48,7 @@ _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
 
 
 class Costs:
-    """Milliseconds of nodes and of planned buckets.
-
-    Args:
-        machine: the machine to time them for.
-        hints: numbers for sizes that depend on data.
-
-    Attributes:
-        by_torch: kinds of collectives that torch's model was used for.
-    """
+    """Milliseconds of nodes and of planned buckets; torch's model timed kinds ``by_torch``."""
 
     def __init__(self, machine: Machine = H100, hints: SizeHints | None = None) -> None:
         self.machine = machine
@@ -82,6 +74,7 @@ class Costs:
             rate = machine.flops.get("bfloat16", machine.other_flops)
             ms = work.flops / rate * 1e3 * self._factor("kernel")
             return max(self.kernel(work.moved), ms)
+        # A kernel takes the longer of its memory traffic and its FLOPs (a roofline).
         inputs = sum(map(self.result_bytes, node.all_input_nodes))
         if node.target is _SLICE_COPY:
             inputs = self.result_bytes(node)  # the rest is not read
@@ -107,14 +100,10 @@ class Costs:
     ) -> tuple[list[float], list[float]]:
         """Time nodes that run together: milliseconds of each, and of its launch by the host.
 
-        Both are 0 for ``absent`` ones. Where the machine's kernels are fused, the time of a fused
-        one is divided among the values that it writes, by the bytes that it moves for each. What it
-        computes on the way is 0.
-
-        Args:
-            nodes: nodes of one graph, in its order.
-            absent: nodes that may differ from rank to rank, or that don't run.
-            found: their kernels, if these are known.
+        Both are 0 for ``absent`` ones, which differ from rank to rank or don't run. Where the
+        machine's kernels are fused, the time of a fused one is divided among the values that it
+        writes, by the bytes that it moves for each; values inside take 0. ``found``: their kernels,
+        if these are known.
         """
         shares: dict[fx.Node, list[tuple[float, float]]] = {}
         if self.machine.fuses:
@@ -141,11 +130,7 @@ class Costs:
         return ms, host
 
     def launch(self, start: fx.Node | None = None) -> float:
-        """Time the host's launch of a collective and its wait, or of a kernel, in milliseconds.
-
-        Args:
-            start: the collective; None, and any other node: a kernel.
-        """
+        """Time the host's launch of a collective with its wait, or of a kernel, in ms."""
         given = self.machine.host_ms
         kind = None if start is None else collective_kind(start)
         if kind is not None:
@@ -191,15 +176,7 @@ class Costs:
         return self.collective(members[0], sum(map(self.collective_bytes, members)))
 
     def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
-        """Time a collective, in milliseconds.
-
-        Args:
-            node: its start.
-            nbytes: input and output together, where these are others than the node's own.
-
-        Raises:
-            ValueError: the machine's ``estimate`` returned neither a time nor None.
-        """
+        """Time a collective in milliseconds; ``nbytes``: input and output, if not the node's."""
         given = self._estimated(node, nbytes)
         if given is not None:
             return given
@@ -221,14 +198,8 @@ class Costs:
     def as_kind(self, kind: str, like: fx.Node, nbytes: int, group: str | None = None) -> float:
         """Time a collective that is not in the graph, in milliseconds.
 
-        Args:
-            kind: a key of :data:`.COLLECTIVES`.
-            like: a collective of the graph with values of the same dtype and device.
-            nbytes: input and output together.
-            group: the name of its group; None: that of ``like``.
-
-        Raises:
-            ValueError: see :meth:`collective`.
+        It has the dtype and device of the collective ``like``, whose group is the default.
+        ``nbytes`` is input and output together.
         """
         graph, row = fx.Graph(), COLLECTIVES[kind]
         value = graph.placeholder("value")
@@ -241,15 +212,15 @@ class Costs:
     def in_rank_order(self, members: Sequence[fx.Node]) -> list[tuple[int, float]]:
         """Time the collectives of :func:`.steps_of` that replace the reductions of a bucket.
 
-        Returns:
-            For each collective, the bytes that a rank receives, and milliseconds. The sum in rank
-            order comes after the first one.
+        Each has the bytes that a rank receives, and milliseconds. The sum comes after the first
+        one.
         """
         first, found = members[0], list[tuple[int, float]]()
         kind, ranks = kind_of(first), group_size(first)
         assert kind is not None
         whole = sum(self.collective_bytes(m) - self.result_bytes(m) for m in members)
         for step in steps_of(kind, ranks):
+            # After the first step a rank sends its own part of the sum alone.
             sent = -(-whole // ranks) if found else whole
             received = whole * ranks if step == "all_gather" and not found else whole
             found.append((received, self.as_kind(step, first, sent + received)))
@@ -280,10 +251,7 @@ class Costs:
         return self._ranks[group]
 
     def shared_levels(self, groups: Iterable[str]) -> dict[str, str]:
-        """Map each group that shares its network level with others to that level.
-
-        Empty where the machine has no ``ranks_per_node``.
-        """
+        """Map each group that shares its network level with others to that level."""
         if self.machine.ranks_per_node is None:
             return {}
         found: dict[str, list[str]] = {}

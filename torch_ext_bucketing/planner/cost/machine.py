@@ -1,4 +1,4 @@
-"""The machine that a graph runs on: the speed of one GPU and of its networks.
+"""Describe the machine that a graph runs on: the speed of one GPU and of its networks.
 
 The time of a collective depends on its group's *layout*: the number of ranks, and the number of
 nodes that they are on. Ranks of one node use one level of the network, nodes another, which may be
@@ -49,7 +49,8 @@ class Machine:
             unknown, all groups count as on one node.
         intra: the network inside a node. Groups without a time in ``collectives`` take that of the
             two levels (:meth:`.Machine.network_ms`), or torch's estimate where there are none.
-        inter: the network between nodes. Every rank of a node has its ``bandwidth``.
+        inter: the network between nodes, with ``intra`` and ``ranks_per_node``. Every rank of a
+            node has its ``bandwidth``. Both levels have the same protocols.
         factors: what times are multiplied by, by kind of collective and ``"kernel"``; others by 1.
             ``tune`` finds them by measuring (:meth:`corrected`).
         fuses: whether elementwise operators and reductions run as the kernels that Inductor would
@@ -62,14 +63,6 @@ class Machine:
         host_ms: milliseconds that the host takes to launch a collective with its wait, by kind, a
             ``"kernel"``, and a kernel from ``"generated"`` code, which is Inductor's; without that
             entry as long as any kernel. Others take none.
-
-    Raises:
-        TypeError: ``flops``, ``factors``, ``host_ms`` or ``collectives`` is not a mapping,
-            ``intra`` or ``inter`` not a :class:`.Level`, or ``estimate`` not callable.
-        ValueError: a rate is not positive, a time is negative, ``ranks_per_node`` is below 1, one
-            of the levels or ``ranks_per_node`` is missing, the levels differ in the number of
-            protocols, or ``collectives`` has an unknown key or an empty or malformed series, or
-            ``host_ms`` an unknown key.
     """
 
     name: str = "machine"
@@ -149,11 +142,9 @@ class Machine:
         return f"{self.name}, {nodes}{', fused kernels' if self.fuses else ''}"
 
     def for_backend(self, fuses: bool, captured: bool = False) -> Machine:
-        """Return the machine for a backend.
+        """Return the machine for a backend, which ``fuses`` kernels unless :attr:`fuses` is given.
 
-        Args:
-            fuses: whether it fuses kernels, unless :attr:`fuses` is given.
-            captured: whether graphs run as CUDA graphs, which the host launches at once.
+        The host launches a graph that is ``captured`` as a CUDA graph at once.
         """
         fuses = fuses if self.fuses is None else self.fuses
         return replace(self, fuses=fuses, host_ms={} if captured else self.host_ms)
@@ -166,12 +157,7 @@ class Machine:
     def network_ms(self, kind: str, ranks: Sequence[int], nbytes: int) -> float | None:
         """Estimate the milliseconds of a collective; None without a table entry or levels.
 
-        Those of levels are :func:`.levels_ms`.
-
-        Args:
-            kind: a key of :data:`.COLLECTIVES`.
-            ranks: the global ranks of the group.
-            nbytes: input and output together.
+        ``ranks`` are the group's global ranks, ``nbytes`` input and output together.
         """
         layout = self.layout_of(ranks)
         series = self.collectives.get((kind, layout))
@@ -194,12 +180,7 @@ class Machine:
         return replace(self, name=f"{self.name.removesuffix(_SUFFIX)}{_SUFFIX}", factors=product)
 
     def save(self, path: str | Path) -> None:
-        """Write the machine as JSON, for :meth:`load`.
-
-        Raises:
-            ValueError: it has an ``estimate``.
-            OSError: the file can't be written.
-        """
+        """Write the machine as JSON, for :meth:`load`; one with an ``estimate`` can't be saved."""
         if self.estimate is not None:
             raise ValueError(
                 "a machine with an estimate can't be saved: no file can hold a callable"
@@ -216,12 +197,7 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read a file of :meth:`save` or of ``python -m torch_ext_bucketing measure``.
-
-        Raises:
-            ValueError: the file holds no machine.
-            OSError: the file can't be read.
-        """
+        """Read a file of :meth:`save` or of ``python -m torch_ext_bucketing measure``."""
         text = Path(path).read_text(encoding="utf-8")
         try:
             fields = dict(json.loads(text))

@@ -42,18 +42,13 @@ def measure(
     """Measure the groups of a mesh over the default process group. Every rank must call it.
 
     The machine's ``ranks_per_node`` is torchrun's ``LOCAL_WORLD_SIZE``, else the number of ranks.
+    Every rank gets the same machine.
 
     Args:
         mesh: sizes of its dimensions; their product is the number of ranks.
         kib: sizes in KiB of the whole buffer.
         repeats: runs of each size, after a warm-up.
         say: called with a line per measurement, for progress.
-
-    Returns:
-        The same machine on every rank.
-
-    Raises:
-        ValueError: the mesh does not fit the number of ranks, or a number is not positive.
     """
     world = dist.get_world_size()
     if math.prod(mesh) != world:

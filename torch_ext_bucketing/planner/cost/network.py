@@ -1,4 +1,4 @@
-"""Times of collectives on a network of two levels, as NCCL's tuning model has them.
+"""Time collectives on a network of two levels by NCCL's tuning model.
 
 NCCL sends by one of three protocols. LL and LL128 write a flag beside the data, so a step takes
 little and bandwidth is lost; Simple waits for whole chunks. An estimate takes the fastest. Formulas
@@ -54,10 +54,6 @@ class Level:
         latency_ms: milliseconds of the smallest message, a step of a ring.
         protocols: in place of ``latency_ms``, those of NCCL, in the same order on both levels of a
             machine.
-
-    Raises:
-        ValueError: ``bandwidth`` is not positive, a latency is negative, both latencies are given,
-            or a protocol is malformed.
     """
 
     bandwidth: float
@@ -107,12 +103,8 @@ def levels_ms(
     all-reduces between nodes, goes up and down log2(k) steps between them. In an all-to-all each
     rank sends one message to each level at the same time.
 
-    Args:
-        kind: the collective.
-        members: how many ranks of the group are on each of its nodes, together at least two.
-        nbytes: input and output together.
-        intra: the network inside a node.
-        inter: the network between nodes.
+    ``members``: ranks of the group on each of its nodes, at least two in all. ``nbytes``: input and
+    output together.
     """
     n, nodes, fewest, most = sum(members), len(members), min(members), max(members)
     count = max(len(intra.protocols), len(inter.protocols), 1)

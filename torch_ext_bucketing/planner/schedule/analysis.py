@@ -1,7 +1,4 @@
-"""Facts that all orders of a model share: longest paths, lower bounds, sorts of nodes.
-
-Both bounds are cheap. Most plans and most orders that are compared are given up for a bound.
-"""
+"""Find the facts that all orders of a model share: longest paths, lower bounds, sorts of nodes."""
 
 from __future__ import annotations
 
@@ -29,9 +26,7 @@ class NodeTable:
     A node's *place* is its index in the columns.
 
     Args:
-        dependencies: the nodes and their dependencies.
-        liveness: the storages that each node allocates and touches.
-        ms: milliseconds on the node's stream; 0 for nodes of uneven shards (:mod:`.graph.uneven`)
+        ms: milliseconds on the node's stream; 0 for nodes of uneven shards (:mod:`.graph.sizes`)
             and for nodes without a user.
         group: a collective's process group, or None.
         start_of: the place of a wait's collective, or -1.
@@ -39,7 +34,6 @@ class NodeTable:
         reduces: whether it is a reduce-scatter.
         view: whether it runs no kernel.
         host: milliseconds that the host takes to launch the node.
-        graph: the analysis of the graph that the table was made from.
         members: the starts in a planned bucket, by the place of the bucket's start.
         shared: the network level of each group that shares it with others.
     """
@@ -61,10 +55,7 @@ class NodeTable:
         return len(self.ms)
 
     def streams_of(self, group: str | None) -> tuple[str | None, ...]:
-        """List the streams that a collective of ``group`` keeps busy, or a kernel (None).
-
-        A group that shares its network level keeps that busy, too.
-        """
+        """List the streams that a collective of ``group`` keeps busy, or a kernel (None)."""
         level = None if group is None else self.shared.get(group)
         return (group,) if level is None else (group, level)
 
@@ -73,11 +64,8 @@ class NodeTable:
         return self.group[before] is not None and self.group[after] is not None
 
     def needs_end(self, before: int, after: int) -> bool:
-        """Return whether ``after``, which needs ``before``, can't begin before it has ended.
-
-        A start is an exception unless ``after`` is its wait: a write to its input, for one, only
-        needs its launch.
-        """
+        """Return whether ``after``, which needs ``before``, can't begin before it has ended."""
+        # A start's end only holds its wait back: a write to its input, for one, needs its launch.
         if self.group[before] is None:
             return True
         start = self.start_of[after]
@@ -96,9 +84,8 @@ _ROUNDED_MS = 1e-3
 class Rest(NamedTuple):
     """The critical tail of a stream: the nodes that bound the end of the step.
 
-    Args:
-        ms: their milliseconds, one after the other.
-        after_ms: the least milliseconds after each of them; other nodes of the stream have less.
+    They take ``ms`` one after the other, and at least ``after_ms`` follow each of them; less
+    follows other nodes of the stream.
     """
 
     ms: float
@@ -108,8 +95,8 @@ class Rest(NamedTuple):
 class Paths:
     """The longest paths of a model: :attr:`.Model.paths`.
 
-    A stream is that of the kernels (None) or of a process group. A network level that groups share
-    is a stream, too.
+    A stream is that of the kernels (None), of a process group, or of a network level that groups
+    share.
 
     Attributes:
         tail: by place, the least milliseconds from the node's begin to the end of the step: the
@@ -164,11 +151,7 @@ class Paths:
 
 
 class Remaining:
-    """The open nodes of a model whose nodes begin one after the other.
-
-    Attributes:
-        kernels_ms: milliseconds of the open kernels.
-    """
+    """The open nodes of a model whose nodes begin one after the other, in milliseconds."""
 
     def __init__(self, model: NodeTable, paths: Paths) -> None:
         self._model, self._tail, self._rest = model, paths.tail, paths.rest
@@ -194,8 +177,7 @@ class Remaining:
 def _one_after_the_other(work: list[tuple[float, float, float]]) -> float:
     """Compute the earliest end of a stream's nodes by Jackson's preemptive rule.
 
-    Of the nodes that can begin, the one with the longest tail runs, until one with a longer tail
-    can begin. ``work``: each node's earliest begin, duration and tail, in milliseconds.
+    ``work``: each node's earliest begin, duration and tail, in milliseconds.
     """
     coming = sorted(work, reverse=True)
     waiting: list[tuple[float, float]] = []  # negative tails, with the milliseconds left
@@ -220,9 +202,8 @@ def _one_after_the_other(work: list[tuple[float, float, float]]) -> float:
 def _longest(model: NodeTable, back: bool, known: dict[tuple[int, int], float]) -> list[float]:
     """Compute, by place, the longest path from the node, or to it (``back``), in milliseconds.
 
-    ``known`` keeps the time of the kernels between two collectives. Both directions mostly meet the
-    same pairs. That time is of all kernels between them, not only of the path's, because these
-    share the compute stream::
+    ``known`` keeps the time of the kernels between two collectives, of all kernels between them,
+    not only of the path's, because these share the compute stream::
 
         all_to_all -> wait -> mm1 -> mul -> all_to_all      path: mm1, mul
                            `-> mm2 -----^                   between them: mm1, mm2, mul
@@ -277,10 +258,9 @@ class Send(NamedTuple):
     """The next collective on a node's longest path that its own kernels can't hide.
 
     Args:
-        compute_ms: milliseconds of the node and of the path up to the collective, collectives
-            that kernels hide included; of the node alone without a collective.
-        group: the collective's process group; None without one.
-        ms: its milliseconds; 0 without one.
+        compute_ms: milliseconds of the node and of the path up to the collective, collectives that
+            kernels hide included; of the node alone without a collective.
+        ms: the collective's milliseconds; 0 without one, with no ``group``.
         tail: least milliseconds from its begin to the end of the step.
     """
 
@@ -320,23 +300,15 @@ def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
 def sooner_ms(first: Send, second: Send, busy_first: float, busy_second: float) -> float:
     """Compute how much sooner the step ends with the first kernel's path ahead of the second's.
 
-    Longest paths don't decide this. Two chunks of tokens have equally long paths, so their kernels
-    would alternate, and the stream of both chunks' collectives would be idle until both are ready::
+    Negative milliseconds: the second path had better go ahead. Longest paths don't decide this. Two
+    chunks of tokens have equally long paths, so their kernels would alternate, and the stream of
+    both chunks' collectives would be idle until both are ready::
 
         compute    | a | b | a | b |              | a     | b     |
         group                   [ of a ][ of b ]          [ of a ][ of b ]
 
     Both paths run through to their next collectives. Collectives of one group run one after the
-    other.
-
-    Args:
-        first: the next collective of the first kernel.
-        second: that of the second kernel.
-        busy_first: milliseconds until the first collective's stream is free; 0 without a group.
-        busy_second: the same for the second one's.
-
-    Returns:
-        Milliseconds, negative where the second path had better go ahead.
+    other; ``busy_first`` and ``busy_second`` are the milliseconds until their streams are free.
     """
     # This runs for each pair of ready kernels, so it calls nothing, not even max().
     compute, group, ms, tail = first
@@ -566,13 +538,9 @@ def latest_starts(
 ) -> list[float]:
     """Compute when each gather of a stream must begin so that none delays its use.
 
-    Times are milliseconds of the kernels' time. Other collectives of the stream move the deadline
-    of the gathers before them forward.
-
-    Args:
-        gathers: use and duration of each gather, in the order of launch.
-        others: earliest begin and duration of each other collective, ascending.
-        end_ms: the end of the last kernel.
+    Times are milliseconds of the kernels' time. ``gathers``: use and duration, in the order of
+    launch. ``others``, the stream's other collectives, move the deadline of the gathers before them
+    forward: earliest begin and duration, ascending. ``end_ms``: the end of the last kernel.
     """
     found, bound, left = [0.0] * len(gathers), end_ms, len(others)
     for i in reversed(range(len(gathers))):

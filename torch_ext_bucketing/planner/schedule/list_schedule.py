@@ -1,12 +1,12 @@
-"""List scheduling in one pass: communication early, waits late, memory within a limit.
+"""List-schedule in one pass: communication early, waits late, memory within a limit.
 
 There are three sorts of nodes:
 
 - *Starts* of collectives. If the input is computed (a reduction, a collective of tensor or expert
   parallelism), the start launches as soon as the input is there. If it needs the result of another
   collective, kernels run first, unless the start's successors would then end after all remaining
-  kernels. If it needs no computation (a parameter's gather), it is prefetched: a number of
-  buckets ahead, or earlier to keep its deadline, as far as memory allows.
+  kernels. If it needs no computation (a parameter's gather), it is prefetched: a number of buckets
+  ahead, or earlier to keep its deadline, as far as memory allows.
 - *Lazy* nodes: waits, views, and nodes that need no computation, such as the unpacking of a bucket.
   They run right before their first user. With a window they also run while kernels wait for
   communication. Without a user they run as soon as their inputs are there.
@@ -22,9 +22,8 @@ There are three sorts of nodes:
     out     rs(a) gather(w) mm1 wait(w) mm2 wait(a) mm3
 
 Under a limit on memory, gathers and overtaking kernels leave room for the nodes that the graph has
-before them. A kernel that would exceed the limit first waits for collectives in flight.
-
-Times are those of :mod:`.timeline`. The order is the same in every process and on every rank.
+before them. A kernel that would exceed the limit first waits for collectives in flight. Times are
+those of :mod:`.timeline`. The order is the same in every process and on every rank.
 """
 
 from __future__ import annotations
@@ -54,13 +53,7 @@ def list_schedule(model: Model, options: Options) -> list[int]:
 
 
 class ListScheduler:
-    """One pass over a model.
-
-    Args:
-        model: the nodes to order.
-        options: bounds and preferences.
-        at_most_ms: give up once the step is known to take longer, in milliseconds.
-    """
+    """Make one pass over a model; give up once the step takes longer than ``at_most_ms``."""
 
     def __init__(self, model: Model, options: Options, at_most_ms: float = math.inf) -> None:
         self.model, self.options, self.at_most_ms = model, options, at_most_ms * ROUNDING
@@ -130,10 +123,11 @@ class ListScheduler:
             self._emit(kernels[chosen])
             if self.lost or self.left.least_end(None, self.now) > self.at_most_ms:
                 return None
+        # No kernel is left to hide the held starts, so the first to be ready goes first.
         while self.held:
             self._emit(min(self.held, key=lambda i: (self._stall(i), i)))
             self._launch_produced()
-        for i in range(len(self.done)):
+        for i in range(len(self.done)):  # waits and views that only the output reads
             self._emit(i)
         return None if self.lost else self.order
 
@@ -251,10 +245,8 @@ class ListScheduler:
                 stack.append(j)
 
     def _launch_produced(self) -> None:
-        """Launch the starts whose inputs are ready, and hold back those that need a wait.
-
-        HSDP's all-reduce between nodes, for one, needs the result of a reduce-scatter.
-        """
+        """Launch the starts whose inputs are ready, and hold back those that need a wait."""
+        # HSDP's all-reduce between nodes, for one, needs the result of a reduce-scatter.
         while self.to_launch or self.held:
             starts = sorted({*self.to_launch, *self.held})
             self.to_launch, self.held = [], []
@@ -269,11 +261,10 @@ class ListScheduler:
                 break
 
     def _launch_held(self, kernel: int) -> bool:
-        """Launch one of the held starts, if that is better than to run ``kernel`` first.
-
-        It is where ``kernel`` waits at least as long itself, or where the start's successors would
-        end later after ``kernel`` than all kernels and the successors of ``kernel`` after the wait.
-        """
+        """Launch one of the held starts, if that is better than to run ``kernel`` first."""
+        # It is better where ``kernel`` waits at least as long itself, or where the start's
+        # successors would end later after ``kernel`` than all kernels and the successors of
+        # ``kernel`` after the wait.
         tail, ms = self.tail, self.model.ms
         for start in self.held:
             stall = self._stall(start)
@@ -284,7 +275,7 @@ class ListScheduler:
         return False
 
     def _retire(self) -> None:
-        """Run the waits of finished reductions, which frees what these read and wrote."""
+        """Run the waits of finished reductions, which free their operands."""
         limit = self.options.limit_bytes
         while self.in_flight:
             start = self.in_flight[0]
@@ -371,6 +362,7 @@ class ListScheduler:
             return 0
         level = (number - head).bit_length() - 1
         most = analysis.most_in[level]
+        # Two overlapping ranges of a power of two cover the kernels between the two.
         one, other = most[head], most[number - (1 << level)]
         return (one if one > other else other) - analysis.live[head]
 
@@ -467,6 +459,7 @@ class ListScheduler:
             i = fillers[at]
             if before[analysis.first_use[i]] > reach:
                 break
+            # One at a time: the wait is shorter afterwards, and a start may be ready.
             if not self.done[i] and ms[i] <= stall and self._fits(i):
                 self.filled = True
                 self._emit(i)
@@ -499,13 +492,11 @@ class ListScheduler:
         return self._has_room(self.analysis.kernels[number], self._growth(number))
 
     def _has_room(self, kernel: int, growth: int | None = None) -> bool:
-        """Return whether live bytes stay under the limit while ``kernel`` runs next.
-
-        ``growth``: bytes that are added afterwards and must have room, too.
-        """
+        """Return whether live bytes stay under the limit while ``kernel`` runs next."""
         limit = self.options.limit_bytes
         if limit is None or self.live.now + self.analysis.adds[kernel] + (growth or 0) <= limit:
             return True
+        # ``growth`` bytes are added afterwards and must have room, too.
         most, left = self.live.after(self._open_needs(kernel))
         if growth is not None:
             most = max(most, left - self.freed_by_waits + growth)
@@ -551,13 +542,11 @@ class ListScheduler:
 
 
 def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | None:
-    """Return the order of the plain list schedule: of what can begin, the longest path goes first.
+    """Return the order of the plain list schedule: of ready nodes, the longest path goes first.
 
     It knows no limit on memory, no window and no depth of prefetching, so no order of
-    :class:`ListScheduler` that is chosen may be longer, where the bounds allow this one.
-
-    Returns:
-        The places of all nodes; None if the step is known to take longer than ``at_most_ms``.
+    :class:`ListScheduler` that is chosen may be longer, where the bounds allow this one. None: the
+    step is known to take longer than ``at_most_ms``.
     """
     at_most_ms *= ROUNDING
     tail, ms, group, start_of = model.paths.tail, model.ms, model.group, model.start_of

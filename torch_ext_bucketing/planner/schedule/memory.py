@@ -1,7 +1,4 @@
-"""The policy that bounds the memory of an order.
-
-The report and one warning show by how much an order misses the bound, and the cause.
-"""
+"""Bound the memory of an order by a policy."""
 
 from __future__ import annotations
 
@@ -23,16 +20,13 @@ class PeakMemory(Policy):
     """Bound the estimated peak of live bytes.
 
     Args:
-        gib: the bound in GiB. It includes inputs, saved values and constants of the graph, in
-            backward the parameters that only forward reads, and cuBLAS's workspaces on CUDA.
+        gib: the bound in GiB; give it or ``ratio``. It includes inputs, saved values and constants
+            of the graph, in backward the parameters that only forward reads, and cuBLAS's
+            workspaces on CUDA.
         ratio: the bound relative to the graph's peak before bucketing and reordering.
         host_gib: pinned host memory of each rank in GiB that may hold activations from forward to
             backward; None: none. For ``recipe()`` and ``ReshardAfterForward("auto")``, which choose
             them; the order of a graph does not depend on it.
-
-    Raises:
-        ValueError: not exactly one of ``gib`` and ``ratio`` is given, or one is not a positive
-            number.
     """
 
     gib: float | None = None
@@ -104,13 +98,7 @@ def _large(name: str, nbytes: int, limit: int) -> str:
 
 
 def within(policies: Sequence[Policy], limit_bytes: int, reference: int) -> tuple[Policy, ...]:
-    """Return ``policies`` with a bound on memory, or their own one if that is tighter.
-
-    Args:
-        policies: at most one of each class.
-        limit_bytes: the bound.
-        reference: the peak in bytes that a ratio refers to.
-    """
+    """Return ``policies`` with a bound on memory, or their own one if that is tighter."""
     own = [p.limit_bytes(reference) for p in policies if isinstance(p, PeakMemory)]
     bound = PeakMemory(gib=max(1, min([limit_bytes, *own])) / _GIB)
     return (*(p for p in policies if not isinstance(p, PeakMemory)), bound)

@@ -1,4 +1,4 @@
-"""The scheduler's model of a graph: nodes with times, dependencies and live bytes."""
+"""Model a graph for the scheduler: nodes with times, dependencies and live bytes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ class Model(NodeTable):
         return (nodes[i].name, size[s]) if i >= 0 else ("", 0)
 
     def least_bytes_at(self, i: int) -> int:
-        """Return the bytes that are live while node ``i`` runs, whatever the order.
-
-        These are storages that the node or one that it needs allocates, and that the node or one
-        that needs it touches, or that are never freed.
-        """
+        """Return the bytes that are live while node ``i`` runs, whatever the order."""
+        # Allocated by the node or one that it needs, and touched by the node or one that needs it,
+        # or never freed.
         before = self._reached(i, self.dependencies.needs)
         after = self._reached(i, self.dependencies.needed_by)
         live, apart, later = self.liveness, set[int](), set(self.liveness.kept)
@@ -79,7 +77,7 @@ class Model(NodeTable):
         ]
 
     def without_views(self) -> Model:
-        """Let the users of views need what the views need; times and live bytes stay.
+        """Let the users of views need the views' inputs; times and live bytes stay.
 
         Views that a collective reads stay, and those whose users don't keep their storages live::
 
@@ -107,9 +105,7 @@ class Model(NodeTable):
 class Row(NamedTuple):
     """A node of a new model; other fields are those of :class:`.NodeTable` and :class:`.Storages`.
 
-    Args:
-        node: the node of the graph, or one that represents it.
-        needs: its dependencies as places in the new model, without those of the launch order.
+    ``needs`` are its dependencies as places in the new model, without those of the launch order.
     """
 
     node: fx.Node
@@ -136,12 +132,8 @@ class ModelEdit:
         edit.keep(2, needs=[copy])                     # a changed one; node 1 is dropped
         edit.model()
 
-    Attributes:
-        at: by old place, the new place of the node's result; -1 without one.
-        size: bytes of each storage.
-        kept: storages that are never freed.
-        at_start: bytes at the start.
-        members: the starts in a planned bucket, by new place.
+    ``at`` has by old place the new place of the node's result; -1 without one. ``members`` go by
+    new place.
     """
 
     def __init__(self, model: Model) -> None:
@@ -213,13 +205,8 @@ class ModelEdit:
 def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:
     """Build the model of a graph, in the order of the graph.
 
-    Args:
-        graph: a graph, or its analysis.
-        machine: the machine to time nodes for, or costs, which several models can share. Size hints
-            are those of ``graph`` where that is an analysis.
-
-    Raises:
-        ValueError: the graph is not in topological order.
+    ``machine`` may be costs, which several models can share. Size hints are those of ``graph``
+    where that is an analysis.
     """
     if isinstance(machine, Machine):
         machine = Costs(machine, graph.hints if isinstance(graph, GraphAnalysis) else None)
@@ -252,15 +239,8 @@ def peak_bytes(
 ) -> int:
     """Estimate the peak of live bytes of a graph in its own order (:mod:`.graph.liveness`).
 
-    Args:
-        gm: a graph with fake tensors in ``meta["val"]``.
-        donated: see :class:`.GraphAnalysis`.
-        size_hints: see :func:`.backend`.
-        external_live_bytes: see :class:`.GraphAnalysis`.
-
-    Raises:
-        TypeError: ``size_hints`` is neither a whole number nor a callable.
-        ValueError: the graph is not in topological order, or ``size_hints`` is negative.
+    The graph has fake tensors in ``meta["val"]``. Arguments are those of :class:`.GraphAnalysis`;
+    ``size_hints``: see :func:`.backend`.
     """
     return GraphAnalysis(
         graph_of(gm), size_hints, donated=donated, external_live_bytes=external_live_bytes

@@ -71,9 +71,7 @@ class _Try:
 class Scheduled(NamedTuple):
     """The order that was chosen for a model.
 
-    Args:
-        order: the places of its nodes.
-        sort: :attr:`.Options.sort` of the best order of a candidate; None: there is none.
+    ``sort`` is :attr:`.Options.sort` of the best order of a candidate; None: there is none.
     """
 
     report: ScheduleReport
@@ -82,7 +80,7 @@ class Scheduled(NamedTuple):
 
 
 def rank(misses: float, step_ms: float, *then: float) -> tuple[float, ...]:
-    """Rank a schedule, the best one lowest. This is the only rule for ties."""
+    """Rank a schedule, the best one lowest, by the only rule for ties."""
     # Misses and times are sums, and their last digits depend on the order of the terms.
     return round(misses, 9), round(step_ms, 9), *then
 
@@ -116,10 +114,10 @@ def schedule_within(
 ) -> Scheduled | None:
     """Find an order of a model that takes at most ``at_most_ms`` milliseconds.
 
+    None: the best order takes longer. Such orders are given up early.
+
     Args:
-        model: the nodes to order.
-        policy: see :func:`schedule`.
-        reference_bytes: see :func:`schedule`.
+        policy: see :func:`schedule`; so is ``reference_bytes``.
         quick: try few orders.
         final: prefer the lowest peak of equal steps, and unless ``quick`` an order with slack; also
             compute the bounds' cost.
@@ -127,9 +125,6 @@ def schedule_within(
             option, and all others if that misses a bound. None: try all.
         near: whether to try others than ``like``, too.
         at_most_misses: give up if ``like`` and orders next to it miss the bounds by more.
-
-    Returns:
-        None if the best order takes longer. Such orders are given up early.
     """
     clock = time.perf_counter()
     bounds = Bounds(model, policy, reference_bytes)
@@ -149,18 +144,7 @@ def schedule_within(
 
 
 class _Orders:
-    """The orders of one model that were tried.
-
-    Args:
-        at_most_ms: see :func:`schedule_within`.
-        model: the nodes to order.
-        bounds: the policies' bounds.
-        quick: see :func:`schedule_within`.
-        final: see :func:`schedule_within`.
-
-    Attributes:
-        tries: the orders, the graph's own first.
-    """
+    """The orders of one model that were tried, the graph's own first (``tries``)."""
 
     def __init__(
         self, at_most_ms: float, model: Model, bounds: Bounds, quick: bool, final: bool
@@ -396,9 +380,8 @@ class _LeastPeak:
     node: in the graph's order, in one with overtaking, and in one without, whose gathers are at
     their use.
 
-    Attributes:
-        nbytes: the peak; 0 while orders with lower ones may be found.
-        misses: its excess over the bound, relative to the bound.
+    ``nbytes`` is the peak, 0 while orders with lower ones may be found; ``misses`` is its excess
+    over the bound, relative to the bound.
     """
 
     def __init__(self, given: Timeline, bound: int) -> None:

@@ -75,17 +75,12 @@ class Options:
 
     @property
     def sort(self) -> Options:
-        """The options without ``under``, whose places are those of one model.
-
-        They can be compared between the model of planned buckets and that of the merged graph.
-        """
+        """The options without ``under``, whose places are those of one model."""
         return replace(self, under={})
 
     def next_to(self, other: Options, windows: Sequence[int]) -> bool:
-        """Return whether one preference differs, a window by one step of ``windows``.
-
-        Orders without a window, those of the graph, are like no others, so they are next to all.
-        """
+        """Return whether one preference differs, a window by one step of ``windows``."""
+        # Orders without a window, those of the graph, are like no others, so they are next to all.
         if not self.window:
             return True
         differ = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
@@ -116,12 +111,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One graph to order.
+    """One graph to order, with the timeline of its own order.
 
-    Args:
-        model: the graph's times, dependencies and bytes.
-        given: the timeline of the graph's own order.
-        reference_bytes: the peak that ratios refer to; see :func:`.schedule`.
+    ``reference_bytes`` is the peak that ratios refer to; see :func:`.schedule`.
     """
 
     model: Model
@@ -153,11 +145,8 @@ class Policy:
     def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
         """Yield orders to try for speed, each as a name for the report and its options.
 
-        Without any, the graph's order changes only if it misses a bound.
-
-        Args:
-            case: the graph.
-            quick: yield few, for searches that schedule many graphs.
+        Without any, the graph's order changes only if it misses a bound. ``quick`` is for searches
+        that schedule many graphs: yield few.
         """
         return ()
 
@@ -190,12 +179,7 @@ class Policy:
 
 
 def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
-    """Return one policy or several as a tuple.
-
-    Raises:
-        TypeError: an object is not a policy.
-        ValueError: two policies of one class.
-    """
+    """Return one policy or several as a tuple, of different classes."""
     given = tuple(policy) if isinstance(policy, Iterable) else (policy,)
     found: dict[type, Policy] = {}
     for p in given:
@@ -216,16 +200,9 @@ _DEFAULT_RATIO = 1.02
 
 
 class Bounds:
-    """The bounds of policies on the orders of one model.
+    """The bounds of policies on the orders of one model; arguments: see :func:`.schedule`.
 
-    Args:
-        model: the nodes to order.
-        policy: see :func:`.schedule`.
-        reference_bytes: see :func:`.schedule`.
-
-    Attributes:
-        limit_bytes: the bound on memory, if no policy has one about that of the model's own order.
-        unbounded: whether no policy has one.
+    If no policy bounds memory (``unbounded``), ``limit_bytes`` follows from the model's own order.
     """
 
     def __init__(
@@ -286,12 +263,8 @@ class Overlap(Policy):
         window: compute nodes that a kernel may overtake to fill a wait or to launch communication
             earlier. 0 keeps the order of kernels. Without a bound, memory may grow several times.
         max_prefetch: compute nodes that a gather may be ahead of its use.
-        prefetch_under: modules or parameters to gather while others compute, as in
-            ``{"layers.4": "layers.3"}``: ``layers.4`` is gathered while ``layers.3`` computes.
-
-    Raises:
-        TypeError: ``prefetch_under`` does not map names to names.
-        ValueError: a number is negative or fractional.
+        prefetch_under: modules or parameters to gather while others compute, as in ``{"layers.4":
+            "layers.3"}``: ``layers.4`` is gathered while ``layers.3`` computes.
     """
 
     depth: int = 1
@@ -394,9 +367,6 @@ class MaxComputeRun(Policy):
 
     Args:
         max_consecutive: compute nodes (matrix products, attention, convolutions), at least 1.
-
-    Raises:
-        ValueError: ``max_consecutive`` is not a positive whole number.
     """
 
     # AutoParallel (PR 481) saw runs of 40. At most 8 saved 4.3 GB and cost 5.9 ms in a step of
@@ -440,12 +410,10 @@ class MaxComputeRun(Policy):
 
 
 def forced_run(model: Model) -> int:
-    """Compute a lower bound of the longest compute run in any order.
-
-    The reduce-scatters of one group keep their order. At its k-th, all compute nodes that the first
-    k need have run, cut into runs by at most k reduce-scatters of the group and all of the other
-    groups. So one run has at least the quotient.
-    """
+    """Compute a lower bound of the longest compute run in any order."""
+    # The reduce-scatters of one group keep their order. At its k-th, all compute nodes that the
+    # first k need have run, cut into runs by at most k reduce-scatters of the group and all of the
+    # other groups. So one run has at least the quotient.
     needs, groups = model.dependencies.needs, model.analysis.reductions
     total = sum(map(len, groups.values()))
     forced = 0

@@ -45,7 +45,9 @@ def schedule(
     external_live_bytes: int = 0,
     like: Options | None = None,
 ) -> ScheduleReport:
-    """Reorder a graph's nodes, in place. A ``GraphModule`` is recompiled.
+    """Reorder a graph's nodes, in place, and return a report. A ``GraphModule`` is recompiled.
+
+    A bound that is missed is also a ``BoundNotKeptWarning``.
 
     Args:
         gm: a forward, backward, joint or inference graph with fake tensors in ``meta["val"]``.
@@ -59,15 +61,6 @@ def schedule(
             as parameters that a backward graph does not read. They count in every peak.
         like: :attr:`.Scheduled.sort` of a model of the same graph, found by :class:`.BySearch`. If
             an order of this sort keeps the bounds, no others are tried.
-
-    Returns:
-        The report. A bound that is missed is also a ``BoundNotKeptWarning``.
-
-    Raises:
-        TypeError: an object in ``policy`` is not a policy, ``machine`` is not a machine, or
-            ``size_hints`` is neither a whole number nor a callable.
-        ValueError: two policies are of one class, or ``reference_bytes``, ``external_live_bytes``
-            or ``size_hints`` is not a number of at least 0.
     """
     policies = policies_of(policy)
     check_machine(machine)

@@ -43,7 +43,6 @@ class Streams:
         now: milliseconds that the compute stream has reached.
         begin: milliseconds at the begin of each node, by place. Those of collectives on shared
             levels, and their ``end``, hold as long as no further ones launch.
-        end: milliseconds at its end.
     """
 
     def __init__(self, model: NodeTable) -> None:
@@ -142,14 +141,7 @@ class _Level:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """An order on a machine.
-
-    Args:
-        order: places of the nodes.
-        begin: milliseconds at the begin of each node, by place.
-        end: milliseconds at its end.
-        step_ms: the end of the last stream.
-    """
+    """An order on a machine; ``begin`` and ``end`` are milliseconds by place."""
 
     order: Sequence[int]
     begin: Sequence[float]
@@ -175,10 +167,7 @@ class Timeline:
 
     @property
     def exposed_ms(self) -> float:
-        """Milliseconds that the compute stream waits for communication or the host.
-
-        Those after its last kernel count, too.
-        """
+        """Milliseconds that the compute stream waits, for communication or the host, to the end."""
         return self.step_ms - self.compute_ms
 
     @cached_property
@@ -198,10 +187,7 @@ class Timeline:
 
     @cached_property
     def longest_run(self) -> int:
-        """Most compute nodes before a reduce-scatter start and after the one before it.
-
-        0 without reduce-scatters.
-        """
+        """Most compute nodes between two reduce-scatter starts, or before the first; else 0."""
         return max((run for _, run in compute_runs(self._model, self.order)), default=0)
 
 
