@@ -4,15 +4,15 @@ A group is one sort of node in one stretch of forward: matrix products, attentio
 activations, or other nodes, which are cheap. The last stretch has two groups of cheap nodes: those
 before its first product, such as a norm, and the loss. A stretch begins where the parameters of a
 unit are read and ends where the next unit's are read. A unit that is read in two places, such as a
-root with embedding and head, has two stretches. What a stretch hands to the next one is always
-saved, so that backward recomputes one stretch at a time; a norm that is a unit of its own need not
-be saved::
+root with embedding and head, has two stretches. Values that a stretch hands to the next one are
+always saved, so that backward recomputes one stretch at a time; a norm that is a unit of its own
+need not be saved::
 
     block 3   x -> norm -> mm -> silu -> mm -> add -> y       y, and x before it, are saved;
               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^             the rest is in groups
 
-Nodes that the user marked (``torch.utils.checkpoint``), that may not run twice (:mod:`.purity`), or
-make sizes that depend on data, are not in any group.
+Nodes that the user marked (``torch.utils.checkpoint``), that may not run twice
+(:func:`.may_run_twice`), or make sizes that depend on data, are not in any group.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ from ...graph.nodes import is_collective, is_compute, is_view, is_wait, tensors_
 
 
 class Stretch(NamedTuple):
-    """A part of forward that reads the parameters of one unit.
-
-    Args:
-        number: index in graph order.
-        unit: name of the unit.
-        nth: which of the unit's stretches it is, from 1.
-    """
+    """The ``nth`` part of forward, from 1, that reads the parameters of one unit."""
 
     number: int
     unit: str
@@ -50,17 +44,14 @@ class Stretch(NamedTuple):
 class Activations:
     """The activations of a joint graph.
 
-    Args:
-        graph: a tagged joint graph.
-        unit_of: returns the name of an all-gather's unit.
-        moves: nodes between parameters and their uses, which are not activations.
+    ``unit_of`` names the unit of an all-gather; ``moves`` are nodes between parameters and their
+    uses, which are not activations.
 
     Attributes:
         groups: nodes by stretch and sort, in graph order.
         views: views of nodes in groups; they are never saved.
         saved: nodes that stretches hand on, and nodes that must not run twice.
-        unknown: names of operators among the latter whose tags do not show what they do, with the
-            number of calls.
+        unknown: operators among the latter whose tags do not show their effects, with their calls.
     """
 
     def __init__(
@@ -103,11 +94,9 @@ class Activations:
         return self._stretch[node].name if node in self._stretch else None
 
     def _find_stretches(self, unit_of: Callable[[fx.Node], str | None]) -> None:
-        """Assign nodes to stretches.
-
-        A node is in the latest stretch that it reads from. If it reads parameters of another unit,
-        it is in that unit's latest stretch if that comes later, and otherwise begins a new one.
-        """
+        """Assign nodes to stretches."""
+        # A node is in the latest stretch that it reads from. If it reads parameters of another
+        # unit, it is in that unit's latest stretch if that comes later, and otherwise begins one.
         stretch, units = self._stretch, self._units
         latest: dict[str, Stretch] = {}
         for node in self._inside:
@@ -144,11 +133,9 @@ class Activations:
         return any(v.dim() > 1 for a in read for v in tensors_in(a.meta.get("val")))
 
     def _hand_down(self) -> None:
-        """Move cheap nodes that only a later stretch reads into that stretch.
-
-        An example is a norm before its weight is read. Such nodes read what an earlier stretch
-        hands on.
-        """
+        """Move cheap nodes that only a later stretch reads into that stretch."""
+        # An example is a norm before its weight is read. Such nodes read values that an earlier
+        # stretch hands on.
         stretch, inside = self._stretch, self._inside
         first: dict[fx.Node, Stretch] = {}
         ends: set[fx.Node] = set()  # nodes that only backward reads

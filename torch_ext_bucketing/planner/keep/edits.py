@@ -1,13 +1,12 @@
-"""Add to the models of a joint graph what a unit kept in part changes.
+"""Edit the models of forward and backward for a kept part, or for parked activations.
 
-Each rank keeps what backward gathers in a smaller group (:mod:`.passes.reshard_to`)::
+Of a part, each rank keeps the values that backward gathers in a smaller group
+(:mod:`.passes.reshard_to`)::
 
     whole again   w -> pack -> gather(all) -> wait -> copies           holds nothing
     in part       part -> pack -> gather(smaller) -> wait -> copies    holds the part
 
-Add to a choice's models the copies of activations to host memory and back.
-
-::
+Parked activations are copied to host memory and back::
 
     forward    x = relu(y)   TO HOST(x)   z = mm(x, w)   ...   wait           x is freed
     backward   FROM HOST(x)  ...   wait   threshold_backward(g, x)            x is allocated again
@@ -35,7 +34,7 @@ from .keepables import Keepable
 
 
 @dataclass(frozen=True)
-class Part:
+class PartChanges:
     """The changes in both halves if a part is kept.
 
     Args:
@@ -55,12 +54,11 @@ class Part:
 
 def with_parts(
     forward: Model, backward: Model, keepables: Sequence[Keepable], costs: Costs, smaller: Smaller
-) -> tuple[tuple[Model, Model], list[Keepable], dict[int, Part]]:
+) -> tuple[tuple[Model, Model], list[Keepable], dict[int, PartChanges]]:
     """Make a part of each unit with buckets that can be gathered in ``smaller``.
 
-    Returns:
-        Models of both halves with the parts' storages; the parts, to be appended to ``keepables``;
-        and by their future indices what keeping one changes.
+    Returns models of both halves with the parts' storages; the parts, to be appended to
+    ``keepables``; and their changes by their future indices.
     """
     live, nodes = backward.liveness, backward.dependencies.nodes
     owner = {n: k for k, one in enumerate(keepables) if one.held for n in one.starts}
@@ -82,9 +80,9 @@ def with_parts(
         fits = all(m in made and m in smaller.starts for m in members)
         if node in owner and backward.group[place] is not None and fits:
             found.setdefault(owner[node], []).append((place, members))
-    made_parts, parts = list[Keepable](), dict[int, Part]()
+    made_parts, parts = list[Keepable](), dict[int, PartChanges]()
     for k, buckets in sorted(found.items()):
-        part, held = Part(), list[int]()
+        part, held = PartChanges(), list[int]()
         for place, members in buckets:
             packs = [j for j in backward.dependencies.needs[place] if nodes[j] is members[0]]
             mine = []
@@ -133,11 +131,7 @@ def with_parts(
 def with_copies(
     forward: Model, backward: Model, parked: Mapping[int, fx.Node], costs: Costs
 ) -> tuple[Model, Model]:
-    """Return the models of both halves with the copies of some saved storages.
-
-    Args:
-        parked: by storage, the node of forward that makes it. Backward reads it.
-    """
+    """Add the copies to and from the host to both models; ``parked``: nodes by their storages."""
     return _to_host(forward, parked, costs), _from_host(backward, parked, costs)
 
 

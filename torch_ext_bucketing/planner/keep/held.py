@@ -1,4 +1,4 @@
-"""The bytes that a choice of kept units holds from forward to backward, in graph order.
+"""Count the bytes that kept units hold from forward to backward, in graph order.
 
 A choice moves live ranges of the model's storages, and nothing is rebuilt or scheduled for it, so
 that many choices can be compared. A unit is held from its last use in forward to its first in
@@ -17,9 +17,6 @@ from .partitioned import PartitionedModel, Stay
 
 class HeldUnits:
     """Peaks of choices, and times, of the units of a joint graph, by their places in it.
-
-    Args:
-        partitioned: the model of the joint graph.
 
     Attributes:
         again_ms: milliseconds that backward spends to make each unit again: its gathers on their

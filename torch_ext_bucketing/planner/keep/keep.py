@@ -1,7 +1,7 @@
-"""Choose what stays in memory from forward to backward under a bound.
+"""Choose the units and activations that stay in memory from forward to backward under a bound.
 
 Keeping a unit's gathered parameters saves its all-gathers in backward and holds their bytes from
-the last use in forward to the first in backward. What it saves depends on the other choices: a
+the last use in forward to the first in backward. The time saved depends on the other choices: a
 gather that is hidden under computation saves nothing until enough others are kept; and kept bytes
 leave less room for prefetching. So choices are compared by schedules of both halves.
 
@@ -9,8 +9,8 @@ A choice is a number of keepables of each kind. Those of equal blocks are one ki
 bytes and times. So the search is as long for 126 layers as for 8. It has three steps:
 
 - Fill the bound from rankings that differ in the share of gathers before the first activation.
-  Gathers are ranked by time per byte and time held (:mod:`.planner.keep.held`), activations by
-  the time to recompute them per byte: recomputation is never hidden, and at the start of backward,
+  Gathers are ranked by time per byte and time held (:mod:`.planner.keep.held`), activations by the
+  time to recompute them per byte: recomputation is never hidden, and at the start of backward,
   where the peak is, all of them are live. Parts, gathered again in a smaller group, come before
   whole units: they save most of the time for little memory.
 - Fill a little less of the bound, and a little more, from the best of these rankings.
@@ -53,7 +53,7 @@ _MANY = 32  # with more keepables, don't try each in the remaining room
 
 # If an order that misses the bound is faster than the best that keeps it by this factor, orders
 # under a lower bound are tried.
-_FAR = 1.1
+_FASTER = 1.1
 
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
 CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
@@ -70,8 +70,7 @@ class Outcome:
         peak_bytes: larger peak of both halves.
         above: bytes of the peak above the bound.
         misses: sum over other bounds of (value - bound) / bound.
-        parked: storages that wait in host memory for backward.
-        host_bytes: the pinned memory that they take.
+        parked: storages that wait in ``host_bytes`` of pinned memory for backward.
     """
 
     kept: frozenset[int]
@@ -92,20 +91,14 @@ class Outcome:
 
 
 class KeepPlanner:
-    """Choose what stays in one graph, for any number of bounds.
+    """Choose the keepables that stay in one graph, for any number of bounds.
 
-    Args:
-        partitioned: model of the graph.
-        policies: see :func:`.schedule`; for both halves.
-        host_bytes: bound on activations in host memory.
+    ``policies`` order both halves; ``host_bytes`` bounds activations in host memory.
 
     Attributes:
         candidates: indices of keepables that are worth keeping.
         reference_bytes: peak with nothing kept, collectives merged, in graph order.
         tried: number of choices that were scheduled.
-
-    Raises:
-        TypeError, ValueError: see :func:`.schedule`.
     """
 
     def __init__(
@@ -162,10 +155,7 @@ class KeepPlanner:
             return self._with_parked(self._choose(limit, most), limit, most)
 
     def scheduled(self, kept: Collection[int], limit: int, parked: Collection[int] = ()) -> Outcome:
-        """Schedule both halves with a choice under a bound in bytes, once.
-
-        ``parked``: storages to park, those of them that the choice saves.
-        """
+        """Schedule both halves with a choice under a bound in bytes, once; park saved storages."""
         kept = self._distinct(kept)
         there = self.partitioned.could_park(kept) if parked else ()
         key = kept, limit, frozenset(s for s in parked if s in there)
@@ -174,6 +164,7 @@ class KeepPlanner:
         return self._outcomes[key]
 
     def _scheduled(self, kept: _Set, limit: int, parked: _Set) -> Outcome:
+        # A choice mostly changes backward: forward's order stays while its peak is under the bound.
         self.tried += 1
         forward, backward = self.partitioned.with_parked(kept, parked)
         known = None if parked else self._known_forward(forward, limit)
@@ -201,7 +192,7 @@ class KeepPlanner:
         policies = within(self._policies, limit, reference)
         bound = limit
         report, order, _ = schedule_model(model, policies, reference, quick=True)
-        if _FAR * min(a[1] for a in report.alternatives) < report.step_ms[1]:
+        if _FASTER * min(a[1] for a in report.alternatives) < report.step_ms[1]:
             lower = limit - 2 * self._largest
             tighter = within(policies, lower, reference)
             again, other, _ = schedule_model(model, tighter, reference, quick=True)
@@ -222,7 +213,7 @@ class KeepPlanner:
         return max(_FEW, min(_SCHEDULED, _NODES // max(1, self._size)))
 
     def _find_kinds(self) -> list[list[int]]:
-        """Group the candidates by what they are, in graph order; names don't count."""
+        """Group the candidates by operators, bytes and times, in graph order; names don't count."""
         costs, graph = self.partitioned.costs, self.partitioned.forward.graph
         side = graph.shard_side.nodes  # ranks may differ in these
 
@@ -324,12 +315,9 @@ class KeepPlanner:
         return self._descend(firsts, limit, most, self._near_parked)
 
     def _first_parked(self, best: Outcome, limit: int) -> Iterator[Outcome]:
-        """Yield the first choices with activations in host memory.
-
-        What is parked was made first, so that it is away for longest. Its bytes are room for other
-        activations to be kept. It is as much as the link copies in forward's time or as is missing
-        to keep all, or a part of that.
-        """
+        """Yield the first choices with activations in host memory."""
+        # Values that were made first are away for longest. Their bytes are room for other
+        # activations: as much as the link copies in forward's time, or as is missing to keep all.
         costs, forward = self.partitioned.costs, self.partitioned.forward
         size = self.partitioned.sizes
         most = sum(size[s] for s in self.partitioned.could_park(self.candidates))
@@ -390,7 +378,7 @@ class KeepPlanner:
     def _fitting(
         self, room: int, ranked: Sequence[int], kept: _Set = frozenset(), many: int = _MANY
     ) -> _Set:
-        """Add to ``kept`` what fits beside it, in the order of ``ranked``."""
+        """Add to ``kept`` the keepables that fit beside it, in the order of ``ranked``."""
         left = [k for k in ranked if k not in kept]
         while left and not self._fits(kept.union(left), room):
             # Find how many of the first ones fit together. The next one does not fit, and so no
@@ -421,11 +409,9 @@ class KeepPlanner:
         return kept
 
     def _near(self, kept: _Set, room: int, ranked: Sequence[int]) -> Iterator[_Set]:
-        """Yield the choices with another number of one kind, and then with one keepable exchanged.
-
-        For more of a kind the last ones of ``ranked`` make room, and the first ones take the room
-        of fewer.
-        """
+        """Yield the choices with another number of one kind, and then with one exchanged."""
+        # For more of a kind the last ones of ``ranked`` make room, and the first ones take the
+        # room of fewer.
         nbytes = [one.nbytes for one in self._keepables]
         free = max(0, room - self._held.peak_bytes(kept))
         inside = [k for k in reversed(ranked) if k in kept]
@@ -459,12 +445,10 @@ class KeepPlanner:
     def report(
         self, limit: int, curve: bool = False, more: int = _GIB
     ) -> tuple[Outcome, KeepReport]:
-        """Choose for a bound, and report the choice.
+        """Choose for a bound in bytes, and report the choice.
 
-        Args:
-            limit: the bound in bytes.
-            curve: whether to report the choices for the bounds of :data:`CURVE`.
-            more: bytes to raise and lower the bound by, to report what they buy.
+        ``curve`` adds the choices for the bounds of :data:`CURVE`. The report has the time that
+        ``more`` bytes would save, and as many fewer would cost.
         """
         clock = time.perf_counter()
         before = self.tried

@@ -1,4 +1,4 @@
-"""Keepables: what may stay in memory from forward to backward."""
+"""Define keepables: the values that may stay in memory from forward to backward."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Keepable:
         chains: nodes from the parameters to the last view or copy of the gathered values; or the
             activations.
         fqns: parameters that backward reads; empty if keeping this saves nothing.
-        nbytes: bytes held if this is kept.
-        held: storages held if this is kept.
+        held: storages held, of ``nbytes``, if this is kept.
         whole: for a part, the index of the keepable with the whole parameters; else -1.
     """
 

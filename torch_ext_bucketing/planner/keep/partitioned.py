@@ -1,4 +1,4 @@
-"""Model forward and backward of a joint graph for any choice of what stays in memory.
+"""Model forward and backward of a joint graph for any choice of keepables.
 
 The choice is made on the joint graph, and the partitioner carries it out afterwards. So the joint
 graph's model is split as the default partitioner splits the graph: nodes up to the last one of
@@ -9,13 +9,11 @@ marked to be recomputed, which are placed before their first use in backward::
     forward    w -> gather -> wait -> t -> mm                                saved: w, activations
     backward   w -> gather -> wait -> t -> t_1   mm_1(tangent, t_1)  scatter ...
 
-What can be kept is a :class:`Keepable`: the gathered parameters of a unit, or a group of
-activations (:mod:`.activations`). Keeping one removes from backward the nodes that recompute it,
-and nodes that only they read. Its storages are live from forward to their last use in backward.
-Without ``activations=True`` all activations are taken to be saved, although Inductor's partitioner
-recomputes some.
-
-A unit can also be kept in part (:mod:`.parts`). This part is a keepable of its own.
+A :class:`Keepable` is the gathered parameters of a unit, a part of them
+(:mod:`.planner.keep.edits`), or a group of activations (:mod:`.planner.keep.activations`). Keeping
+one removes from backward the nodes that recompute it, and nodes that only they read. Its storages
+are live from forward to their last use in backward. Without ``activations=True`` all activations
+are taken to be saved, although Inductor's partitioner recomputes some.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from ..cost.cost import Costs
 from ..schedule.model import Model, ModelEdit, model_of
 from ..search.merged_model import merged_model
 from .activations import Activations
-from .edits import Part, with_copies, with_parts
+from .edits import PartChanges, with_copies, with_parts
 from .keepables import Keepable, keepable_units
 
 
@@ -55,13 +53,13 @@ class Stay:
         places: by place in backward, whether the node runs.
         held: storages that are saved because of the choice.
         dropped: storages that are saved if nothing is kept, and that no remaining node reads.
-        parts: parts that are kept.
+        parts: changes by parts that are kept.
     """
 
     places: bytearray
     held: tuple[int, ...]
     dropped: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PartChanges, ...] = ()
 
     def changes(self) -> dict[int, dict[str, Any]]:
         """Return the changed fields of rows in backward, by place."""
@@ -73,7 +71,6 @@ class PartitionedModel:
 
     Args:
         graph: a tagged joint graph.
-        costs: the cost model, with numbers for sizes that depend on data.
         units: parameters that are kept together. Parameters without a unit, and values that forward
             does not read, are gathered again.
         planner: planner of both halves' buckets; None: :class:`.ByUnit` of ``units``.
@@ -84,14 +81,10 @@ class PartitionedModel:
     Attributes:
         seconds: time that making the models took.
         keepables: parameters by the index of their unit, then activations, then parts.
-        parts: what keeping a part changes, by index.
+        parts: the changes by a kept part, by its index.
         activations: groups of activations, and nodes saved beside these; None: not keepable.
         sizes: bytes of each storage, also of those that no kernel writes with nothing kept.
-        forward: model of forward, nothing kept.
-        backward: model of backward, nothing kept.
-
-    Raises:
-        ValueError: the graph is not in topological order.
+        forward: model of forward, nothing kept; so is ``backward``.
     """
 
     @paused_gc()
@@ -164,7 +157,7 @@ class PartitionedModel:
         self.keepables = keepables
         held = zip(keepables, self._held(), strict=True)
         self.keepables = [self._with_bytes(one, mine) for one, mine in held]
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, PartChanges] = {}
         if smaller is not None:
             halves = self.forward, self.backward
             halves, more, self.parts = with_parts(*halves, self.keepables, costs, smaller)
@@ -231,7 +224,7 @@ class PartitionedModel:
         return frozenset(k for k in kept if self.keepables[k].whole not in kept)
 
     def stay(self, kept: Collection[int]) -> Stay:
-        """Return what a choice leaves in backward."""
+        """Return the nodes and storages that a choice leaves in backward."""
         gone = self.distinct(kept)
         found = self._stay.get(gone)
         if found is None:
@@ -401,10 +394,8 @@ class _Split:
         self.forward = [i for i, n in enumerate(nodes) if self._in_forward[i] and n in needed]
 
     def backward_without(self, gone: Collection[fx.Node]) -> tuple[list[int], dict[fx.Node, None]]:
-        """Return the places of backward's nodes, and what they read of forward.
-
-        Recomputed nodes, but those in ``gone``, stand before their first use.
-        """
+        """Return the places of backward's nodes, and the values that they read of forward."""
+        # Recomputed nodes, but those in ``gone``, stand before their first use.
         places, saved, done = list[int](), dict[fx.Node, None](), set(gone)
         for i, node in enumerate(self.nodes):
             if self._in_forward[i]:
@@ -432,10 +423,8 @@ class _Split:
         return {s: None for n in nodes for s in self._live.of_node[n]}
 
     def fused(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
-        """Return a half, its buckets merged, with the fused kernels of ``places``.
-
-        ``kept``: storages that are written, as they outlive the half.
-        """
+        """Return a half, its buckets merged, with the fused kernels of ``places``."""
+        # Storages in ``kept`` are written, as they outlive the half.
         of_node, costs, free = self._live.of_node, self._costs, self._joint.graph.free
         nodes = [self.nodes[i] for i in places]
         found = fused(

@@ -2,11 +2,11 @@
 
 ::
 
-UNSHARD   F0  F1  B0  F2  B1  B2  REDUCE_GRAD      of one stage
-gathered parameters ............
-          saved by microbatch 0
-              saved by 1 ......
-                    gradients ............
+    UNSHARD   F0  F1  B0  F2  B1  B2  REDUCE_GRAD      of one stage
+    gathered parameters ............
+              saved by microbatch 0
+                  saved by 1 ......
+                        gradients ............
 
 Under a bound in bytes, :func:`with_residency` decides when each stage gathers and frees parameters.
 """
@@ -56,10 +56,7 @@ class StageBytes:
 class Held:
     """Memory and gathers of one stage in a step.
 
-    Attributes:
-        peak_bytes: peak of live bytes.
-        gathers: number of times that the parameters are gathered.
-        under_way: most microbatches between the start of forward and the end of backward.
+    ``under_way``: most microbatches between the start of forward and the end of backward.
     """
 
     peak_bytes: int = 0
@@ -103,15 +100,7 @@ class _Beside:
 def held_by_stages(
     actions: Sequence[Action], stages: Mapping[int, StageBytes]
 ) -> tuple[dict[int, Held], int]:
-    """Compute the memory of each stage, and the rank's peak, while a rank runs its schedule.
-
-    Args:
-        actions: the rank's schedule.
-        stages: the rank's stages.
-
-    Returns:
-        Memory by stage, and the peak of all stages together in bytes.
-    """
+    """Compute the memory of each stage, and all stages' peak, while a rank runs its schedule."""
     held = {stage: Held() for stage in stages}
     beside, resident = _Beside(stages), set[int]()
     peak = 0
@@ -140,20 +129,13 @@ def with_residency(
 ) -> list[Action | int]:
     """Place gathers and releases so that the fewest bytes are gathered under a bound.
 
-    ::
+    Returns indices of the remaining ``actions``, with gathers and releases between them::
 
         UNSHARD F0 F1 B0 B1 RESHARD            the parameters of all stages fit
         UNSHARD F0 RESHARD .. UNSHARD B0 ..    they do not
 
-    If the bound can't be kept, the smallest possible peak takes its place.
-
-    Args:
-        actions: the rank's schedule; gathers and releases in it are replaced.
-        stages: the rank's stages.
-        bound: bound for all stages together, in bytes; None: no bound.
-
-    Returns:
-        Indices of the remaining ``actions``, with gathers and releases between them.
+    The bound is for all stages together, in bytes. If it can't be kept, the smallest possible peak
+    takes its place.
     """
     # Dynamic program over the set of resident stages after each action: a rank has few stages.
     beside = _Beside(stages)
@@ -201,10 +183,7 @@ def _largest(
     stages: Mapping[int, StageBytes],
     room: int | None,
 ) -> list[frozenset[int]]:
-    """Return the maximal sets that contain ``needed`` and whose parameters fit.
-
-    If none fits, return ``needed`` alone.
-    """
+    """Return the maximal sets that contain ``needed`` and whose parameters fit, or ``needed``."""
     if room is None:
         return [all_of]
     others, found = sorted(all_of - needed), list[frozenset[int]]()
@@ -221,11 +200,7 @@ def stage_reports(
     compiled: Mapping[int, CompileReport],
     stages: Mapping[int, StageBytes],
 ) -> list[StageReport]:
-    """Report each stage of a rank, see :func:`held_by_stages`.
-
-    Args:
-        compiled: by stage, the report of the graphs that gather and reduce.
-    """
+    """Report each stage of a rank; ``compiled``: the graphs that gather and reduce, by stage."""
     held, peak = held_by_stages(actions, stages)
     return [
         StageReport(
@@ -247,9 +222,7 @@ def stage_reports(
 def bytes_of(graph: fx.Graph, outputs_from: int = 0) -> tuple[int, int]:
     """Return the bytes of outputs that are not inputs, and the graph's peak above its inputs.
 
-    Args:
-        graph: a graph with fake tensors in ``meta["val"]``, whose caller keeps the inputs.
-        outputs_from: index of the first output to count.
+    The caller keeps the inputs. Outputs count from ``outputs_from`` on.
     """
     analysis = GraphAnalysis(graph, donated=lambda node: False)
     live = analysis.liveness

@@ -1,18 +1,16 @@
 """Search for the byte caps of the fastest schedule.
 
 Large buckets make fewer collectives, which take less time on the wire. Small buckets start earlier,
-hold less memory and expose less communication at the ends of a graph. Which is better depends on
+hold less memory and expose less communication at the ends of a graph. The better size depends on
 the graph, so the search plans several caps, and schedules the model of each merged graph
 (:mod:`.merged_model`). It tries
 
-1. the same cap for all process groups and kinds;
-2. for each group and kind in turn, the next smaller and the next larger cap, and caps between these
-   if the step is far from its lower bound;
-3. with the best caps and the next larger ones, buckets of reduce-scatters that are closed where
-   compute runs would become long;
-4. in small graphs, if the step is far from its lower bound, moving members between neighbouring
-   buckets of the best plan, cutting and joining buckets;
-5. the plans of users' planners.
+1. the same cap for all process groups and kinds; 2. for each group and kind in turn, the next
+smaller and the next larger cap, and caps between these if the step is far from its lower bound; 3.
+with the best caps and the next larger ones, buckets of reduce-scatters that are closed where
+compute runs would become long; 4. in small graphs, if the step is far from its lower bound, moving
+members between neighbouring buckets of the best plan, cutting and joining buckets; 5. the plans of
+users' planners.
 
 Of plans with nearly equal steps the one with the fewest collectives is chosen. A small difference
 of two estimates decides nothing: latencies that are off by a tenth may outweigh it.
@@ -20,7 +18,8 @@ of two estimates decides nothing: latencies that are off by a tenth may outweigh
 Scheduling takes most of the time, so bounds prune the search: plans come in the order of their
 lower bounds; a plan is skipped if its bound, or the time of one group's collectives, exceeds the
 best step; an order is abandoned once it must exceed it. The sort of order that was the best so far
-comes first. A plan with fewer collectives may be longer by what counts as equal.
+comes first. A plan with fewer collectives may be longer, within the difference that counts as
+equal.
 """
 
 from __future__ import annotations
@@ -84,11 +83,7 @@ _Buckets: TypeAlias = tuple[tuple[fx.Node, ...], ...]
 
 
 class Searched(NamedTuple):
-    """The choice of :meth:`BySearch.search`.
-
-    Args:
-        sort: :attr:`.Scheduled.sort` of the plan's best order.
-    """
+    """The choice of :meth:`BySearch.search`, with :attr:`.Scheduled.sort` of its best order."""
 
     plan: MergePlan
     report: CapsReport
@@ -100,21 +95,15 @@ class BySearch:
     """Plan the buckets whose schedule is the fastest within the policies' bounds.
 
     Args:
-        policies: see :func:`.schedule`.
+        policies: see :func:`.schedule`; so is ``machine``.
         by_cap: options of the plans; its caps and ``max_compute_run`` are searched for.
         caps_mb: caps to try in MiB, ascending, and smaller ones if all miss a bound. None tries
             :data:`CAPS_MB`, larger caps if the largest is the best, caps between, and moving
             members in small graphs.
-        machine: see :func:`.schedule`.
         reference_bytes: see :func:`.schedule`; None: the peak of the graph.
         accumulate: dtype of the sums if reductions become all-to-alls after merging
             (:mod:`.bucketing.all_to_all`); None: they do not.
         planners: further planners to try.
-
-    Raises:
-        TypeError: an entry of ``policies`` is not a policy.
-        ValueError: two policies of one class; ``caps_mb`` is empty or has entries that are not
-            positive numbers.
     """
 
     policies: tuple[Policy, ...]
@@ -141,9 +130,7 @@ class BySearch:
     def search(self, analysis: GraphAnalysis) -> Searched:
         """Choose a plan. If an estimate fails, warn (``BoundNotKeptWarning``) and use torch's caps.
 
-        Raises:
-            RuntimeError: ``eligible`` or a planner failed, or changed the graph.
-            ValueError: a planner's plan can't be applied; see :func:`.checked_plan`.
+        Errors of ``eligible`` and of planners are raised; see :func:`.checked_plan`.
         """
         clock = time.perf_counter()
         with reading_only(analysis.graph, eligible=self.by_cap.eligible):
@@ -182,12 +169,10 @@ def _to_report(name: _Name, report: ScheduleReport) -> TriedCaps:
 
 
 class _Above(NamedTuple):
-    """How far peaks of a plan's orders are above the bound on memory, relative to the bound.
+    """The distance of a plan's peaks above the bound on memory, relative to the bound.
 
-    Args:
-        far: in the order of the merged graph, if by more than :data:`.FAR` and than in that of the
-            unmerged graph, else 0.
-        least: a lower bound for any order.
+    ``far`` is that of the merged graph's order, if more than :data:`.FAR` and than in the unmerged
+    graph's, else 0; ``least`` is a lower bound for any order.
     """
 
     far: float
@@ -267,12 +252,7 @@ class _Search:
         return dict(best) if not isinstance(best := self.best(), str) else {}
 
     def run(self, ladder: list[float], largest: float, others: Mapping[str, MergePlan]) -> None:
-        """Try caps, then the plans ``others``.
-
-        Args:
-            ladder: caps in MiB, ascending.
-            largest: try caps up to this size beside those of ``ladder``; 0: only these.
-        """
+        """Try caps in MiB, ascending, larger ones up to ``largest``, then the plans ``others``."""
         # The model is small, or the bound is tight.
         while ladder[0] > _SMALLEST_MB and self._is_far(ladder[0]):
             ladder.insert(0, ladder[0] / 4)
@@ -311,7 +291,7 @@ class _Search:
     def _best_first(self, ladder: Iterable[float]) -> Iterator[float]:
         """Yield caps by the lower bound of their steps, of equals the largest first.
 
-        Those whose orders are far above a bound come last, the nearest one first.
+        Caps whose orders are far above a bound come last, the nearest one first.
         """
         # The busiest group's time is a cheaper bound: a cap is only modelled when it comes first.
         plans = {cap: self.plan(cap, self._max_run) for cap in ladder}
@@ -349,10 +329,8 @@ class _Search:
         self._try(self._best_caps(), self.chosen.max_run)
 
     def _try_between(self, ladder: list[float]) -> None:
-        """Try caps between the best ones and their neighbours in ``ladder``.
-
-        First for all groups and kinds together, then for each in turn.
-        """
+        """Try caps between the best ones and their neighbours in ``ladder``."""
+        # First for all groups and kinds together, then for each in turn.
         rungs = sorted({*ladder, *(_between(*pair) for pair in itertools.pairwise(ladder))})
         for keys in [[*self._best_caps()], *([key] for key in self._best_caps())]:
             for step in (-1, 1):
@@ -373,10 +351,8 @@ class _Search:
 
     @cached_property
     def _floor_ms(self) -> float:
-        """Approximate lower bound of a step with any buckets.
-
-        Each member takes its share of the time of the largest bucket.
-        """
+        """Approximate lower bound of a step with any buckets."""
+        # Each member takes its share of the time of the largest bucket.
         ms = list(self._model.ms)
         places = {node: i for i, node in enumerate(self._model.dependencies.nodes)}
         for bucket in self.plan(_LARGEST_MB).buckets:
@@ -407,11 +383,8 @@ class _Search:
     def attempt(
         self, caps: dict[tuple[str, str], _Cap] | float, like: Options | None = None
     ) -> None:
-        """Try caps with the policies' bound on compute runs, and another one if bounds are missed.
-
-        The other one is none, or a short run if no policy bounds runs. See :meth:`_try` for
-        ``like``.
-        """
+        """Try caps with the policies' bound on compute runs, and another one if that helps."""
+        # The other bound is none, or a short run if no policy bounds runs.
         self._try(caps, self._max_run, like)
         if self._may_miss_less():
             self._try(caps, self._other_run)

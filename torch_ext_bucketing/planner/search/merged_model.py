@@ -1,8 +1,8 @@
 """Model a graph as if a plan's buckets were merged, without merging them.
 
 The search for byte caps schedules many plans. Merging each in a copy of the graph takes several
-times as long as scheduling it, so the model of the unmerged graph is edited instead, with the
-few nodes that merging leaves of each bucket::
+times as long as scheduling it, so the model of the unmerged graph is edited instead, with the few
+nodes that merging leaves of each bucket::
 
     gathers         ag(a) w(a) ... ag(b) w(b) ...        pack AG wait copy(a) copy(b) ... ...
     reductions      rs(a) w(a) ... rs(b) w(b) ...        ... ... pack RS wait ...
@@ -15,8 +15,6 @@ buffer, reduced members are views of it. Times come from :mod:`.cost`; a fused k
 a reduced member writes it into the buffer. Copies out of a gather's buffer are kernels of their own
 even then: of generated code only those fuse that elementwise operators read, such as weights of
 norms. Torch 2.11 packs a gather with one operator, so its times differ a little.
-
-At the end, :func:`neighbors` lists the plans next to one, for the search in small graphs.
 """
 
 from __future__ import annotations
@@ -41,18 +39,12 @@ from ..schedule.model import Model, ModelEdit, Row
 def merged_model(
     model: Model, buckets: Sequence[Bucket], costs: Costs, rank_order: bool = False
 ) -> Model | None:
-    """Approximate :func:`.model_of` of the graph with ``buckets`` merged.
+    """Approximate :func:`.model_of` of the graph with disjoint ``buckets`` merged.
 
-    Args:
-        model: model of the graph that was planned.
-        buckets: disjoint buckets.
-        costs: the costs that ``model`` was made with.
-        rank_order: whether reductions, merged or not, become all-to-alls and sums afterwards
-            (:mod:`.bucketing.all_to_all`).
-
-    Returns:
-        None if a member has no wait, or if the buckets form a cycle with nodes that keep their
-        order: merging may move members past a side effect, ``model`` does not allow that.
+    With ``rank_order``, reductions, merged or not, become all-to-alls and sums afterwards
+    (:mod:`.bucketing.all_to_all`). None: a member has no wait, or the buckets form a cycle with
+    nodes that keep their order: merging may move members past a side effect, ``model`` does not
+    allow that.
     """
     place = {node: i for i, node in enumerate(model.dependencies.nodes)}
     wait_of = {start: i for i, start in enumerate(model.start_of) if start >= 0}
@@ -73,11 +65,7 @@ def merged_model(
 
 @dataclass
 class _Merged:
-    """A bucket with the places of its starts and, in the same order, their waits.
-
-    Args:
-        rank_order: whether an all-to-all replaces the reduction.
-    """
+    """A bucket with the places of its starts and, in the same order, their waits."""
 
     bucket: Bucket
     starts: list[int]
@@ -133,7 +121,7 @@ class _Sorted:
         return [self._item[j] for j in self._model.needed_values[i]]
 
     def _hoist(self, merged: _Merged) -> None:
-        """Place the inputs of later members, except those that need another collective."""
+        """Place the inputs of later members, except inputs that need another collective."""
         for i in merged.starts[1:]:
             late: dict[int, None] = {}
             stack = self._needed(i)
@@ -291,13 +279,11 @@ class _BucketEdit:
         return start
 
     def _add_reduction(self, m: _Merged, inputs: tuple[int, ...]) -> int:
-        """Add a bucket of reductions and return its start's place.
-
-        In rank order a sum follows the all-to-all, and for an all-reduce a gather follows the sum.
-        """
+        """Add a bucket of reductions and return its start's place."""
         costs, edit, members = self._costs, self._edit, m.bucket.members
         first, wait = members[0], self._old.dependencies.nodes[m.waits[0]]
         group, reduces = self._old.group[m.starts[0]], m.kind == "reduce_scatter"
+        # In rank order a sum follows the all-to-all; for an all-reduce a gather follows the sum.
         results = self._results(m)
         result = self._instead[results[0]] if results else edit.storage(0)
         sent, needs = inputs, self._needed_by(m.starts)
@@ -338,10 +324,8 @@ class _BucketEdit:
         return self._edit.add(Row(node, needs, (), touches, start_of=start, view=True))
 
     def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
-        """Return bytes of the concatenated inputs of a gather bucket, and milliseconds of packing.
-
-        Both are 0 if ranks may differ in the inputs, see :mod:`.graph.uneven`.
-        """
+        """Return bytes of a gather bucket's concatenated inputs, and milliseconds of packing."""
+        # Both are 0 if ranks may differ in the inputs, see :mod:`.graph.sizes`.
         values = packed_values(m.bucket.members)
         if all(value in self._old.graph.shard_side.nodes for value in values):
             return 0, 0.0
@@ -363,9 +347,8 @@ Caps: TypeAlias = dict[Key, tuple[float, ...]]
 def neighbors(runs: Sequence[Sequence[Collective]], plan: MergePlan) -> list[Iterator[Caps]]:
     """Return, for each bucket of a plan, the caps of plans that change this bucket.
 
-    Args:
-        runs: mergeable collectives of one bucket key each, in fill order.
-        plan: a plan of :class:`.ByCap` for them. Unmerged members count as buckets.
+    ``runs`` are mergeable collectives of one bucket key each, in fill order, ``plan`` one of
+    :class:`.ByCap` for them. Unmerged members count as buckets.
     """
     sizes, cuts = layout(runs, plan)
 
@@ -398,11 +381,9 @@ def layout(
 
 
 def _changed(sizes: list[int], cuts: list[int], at: int) -> Iterator[list[int]]:
-    """Yield the cuts between buckets with bucket ``at`` changed.
-
-    It takes the next bucket's first member, hands over its last one, is cut in two, or is joined to
-    the next one.
-    """
+    """Yield the cuts between buckets with bucket ``at`` changed."""
+    # It takes the next bucket's first member, hands over its last one, is cut in two, or is joined
+    # to the next one.
     begin, end = cuts[at : at + 2]
     before, after = cuts[: at + 1], cuts[at + 2 :]
     if after and after[0] - end > 1:
