@@ -1,4 +1,4 @@
-"""The renderer of reports, as text and JSON, and the record of collectives left alone."""
+"""Render reports as text and JSON, and record collectives left alone."""
 
 from __future__ import annotations
 
@@ -88,11 +88,7 @@ class Report(Record):
         return json.dumps(self.as_dict(), indent=2)
 
     def to_text(self, members: bool = True) -> str:
-        """Format the report: lines that end with a newline each, or an empty string.
-
-        Args:
-            members: list each bucket's members with their byte offsets.
-        """
+        """Format the report in lines, with each bucket's ``members`` and their byte offsets."""
         return "".join(f"{line}\n" for line in self.lines(members))
 
     @abstractmethod
@@ -124,10 +120,8 @@ class Cause(enum.Enum):
 class LeftAlone:
     """A collective, or the collectives of some parameters, that a pass did not change.
 
-    Args:
-        fqns: its parameters; empty if it has no tag.
-        reason: why, in words. Code depends on ``cause`` only.
-        node: name of its start; empty for several collectives.
+    ``reason`` is for readers; code depends on ``cause`` only. ``node`` is the name of the start;
+    empty for several collectives.
     """
 
     fqns: tuple[str, ...]

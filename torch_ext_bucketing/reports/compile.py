@@ -1,4 +1,4 @@
-"""The report of one compile, and of its rewrites, updates and pipeline stages."""
+"""Report one compile, and its rewrites, updates and pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of bucketing on one graph, and its logging."""
+"""Report bucketing on one graph, and log the report."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ class PayloadMember:
     """A member's place in the packed buffer, in bytes of one rank's part.
 
     One rank's part is its shards in an all-gather, the rows that it receives in a reduce-scatter,
-    and the whole buffer in an all-reduce.
-
-    Args:
-        fqns: its parameters; empty if it has no tag.
-        nbytes: its size, padding included; ``shape`` has the padding, too.
+    and the whole buffer in an all-reduce. ``nbytes`` and ``shape`` include padding.
     """
 
     fqns: tuple[str, ...]
@@ -47,13 +43,13 @@ class BucketReport(Record):
         reduce_op: ``"avg"``, ``"sum"``, ...; None for a gather.
         node: name of the bucket's start.
         members: in payload order.
-        closed_by: what kept the next candidate out: the byte cap, the bound on compute runs, a
-            dependency or write, or ``"end"``: no candidate was left.
-        detail: which candidate, and why, in words.
+        closed_by: the reason that kept the next candidate out: the byte cap, the bound on compute
+            runs, a dependency or write, or ``"end"``: no candidate was left.
+        detail: the candidate and the reason, in words.
         wire_bytes: bytes that count against ``cap_bytes``: per member the larger of its input and
             its output; None without a cap.
-        packed_by: name of the payload order, such as ``"FSDPParamOrder"``, or ``"graph order"``,
-            or ``"graph order: a member has no key"``.
+        packed_by: name of the payload order, such as ``"FSDPParamOrder"``, or ``"graph order"``, or
+            ``"graph order: a member has no key"``.
         no_key: members without a key: their parameters, or the node's name if it has no tag.
     """
 
@@ -82,7 +78,7 @@ class BucketReport(Record):
 class Unmerged(LeftAlone):
     """An eligible collective that is in no bucket.
 
-    ``reason`` names the next candidate of its bucket key, and what kept it out (``closed_by``):
+    ``reason`` names the next candidate of its bucket key, and why that stayed out (``closed_by``):
     ``"search"`` is a byte cap below others that were tried.
     """
 
@@ -118,13 +114,7 @@ _log = logging.getLogger("torch_ext_bucketing")
 
 @dataclass(frozen=True)
 class GraphReport(NotMerged, Report):
-    """The buckets of one graph, and the collectives in none.
-
-    Args:
-        stage: ``"forward"``, ``"backward"`` or ``"inference"``.
-        kinds: kinds that the pass buckets.
-        from_cache: whether the compiled graph, with this report, was loaded from a cache.
-    """
+    """The buckets of one graph, and the collectives in none; the pass buckets ``kinds``."""
 
     stage: str
     collectives_before: Mapping[str, int]
@@ -179,11 +169,7 @@ class GraphReport(NotMerged, Report):
 
 
 def emit(report: GraphReport) -> None:
-    """Log a graph's report.
-
-    The logger is ``torch_ext_bucketing``, also for ``TORCH_LOGS``: the summary at INFO, the rest at
-    DEBUG. ``TORCH_TRACE`` gets an artifact, which tlparse shows.
-    """
+    """Log a graph's report, by logger ``torch_ext_bucketing``, and trace it for tlparse."""
     _log.info("%s", report.summary())
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%s", report.to_text())

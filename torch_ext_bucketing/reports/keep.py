@@ -1,4 +1,4 @@
-"""The report on units and activations that stay from forward to backward."""
+"""Report the units and activations that stay from forward to backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class KeptUnit:
     """A unit that is kept or gathered again, or a group of activations, saved or recomputed.
 
     Args:
-        name: the unit's; for activations with their sort.
         nbytes: bytes from forward to backward if it is kept.
         gather_ms: time of its gathers in backward, or of its recomputation.
         saved_ms: by how much keeping it shortens the step, with all other units as chosen, in the
@@ -60,14 +59,13 @@ class KeepReport(Report):
         measured_bytes: peak of the device in the first step; 0: not measured.
         unread: units that backward does not read, so that nothing is kept.
         unknown: operators that are never computed again, since their tags do not show that they may
-            run twice (:mod:`.purity`), with the number of calls.
+            run twice (:func:`.is_known`), with the number of calls.
         next_ms: time that one more GiB would save, by keeping ``next_units``, too.
         less_ms: time that one GiB less would cost; None: no choice found keeps that bound.
         curve: bound in bytes, step in ms, peak in bytes and number of units kept; on request.
         tried: number of choices that were scheduled.
         host_bound_bytes: bound on activations in host memory; 0: none may be there.
-        host_bytes: pinned memory that these take.
-        parked: number of these.
+        host_bytes: pinned memory that the ``parked`` ones take.
         blocks: activations by block, in forward's order.
         warning: why nothing is kept, or why the bound is missed.
         size_hints: values taken for sizes that depend on data.

@@ -1,4 +1,4 @@
-"""The cost model's reports: a compiled graph, the search for byte caps, scheduling."""
+"""Report the cost model's view of a compiled graph, the search for byte caps, and scheduling."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ class EstimateReport(Record):
     """A graph as it was compiled, on the machine of the cost model; times in milliseconds.
 
     Args:
-        stage: of the graph, such as ``"forward"``.
-        machine: the machine, and its ranks per node.
         step_ms: the end of the last stream.
         kernels_ms: time that kernels keep the compute stream busy.
         busy_ms: sum over the collectives of each kind.
@@ -91,13 +89,11 @@ class CapsReport(Record):
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """How the chosen order meets one policy.
+    """How the chosen order meets one policy, given by its ``repr``.
 
-    Args:
-        policy: its ``repr``.
-        figures: its bound and the value reached, by name.
-        text: these in a few words; empty: no line in the report.
-        warning: by how much the bound is missed, and why; empty: it is kept.
+    ``figures`` has the bound and the value reached, by name, and ``text`` these in a few words;
+    empty: no line in the report. ``warning`` gives the miss and its reason; empty: the bound is
+    kept.
     """
 
     policy: str
@@ -113,7 +109,6 @@ class ScheduleReport(Report):
     Pairs are before and after. Times are estimates in milliseconds, bytes estimates of live bytes.
 
     Args:
-        policies: the given policies.
         machine: the machine of the cost model, and its ranks per node.
         bound_ms: lower bound of all orders: the largest of the critical path, the compute stream,
             the host and the busiest process group.
@@ -123,7 +118,6 @@ class ScheduleReport(Report):
         reference_bytes: the peak that ratios refer to.
         largest: the node that allocates the largest single block, and its bytes.
         longest_run: most compute nodes between two reduce-scatters.
-        bounds: how the order meets each policy.
         misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
         least_misses: the same for the least peak of any order, as far as orders show it.
         chosen: name of the chosen order, one of ``alternatives`` (name, ms, bytes).
@@ -133,8 +127,8 @@ class ScheduleReport(Report):
         order: names of the movable nodes, in the new order.
         bounds_cost_ms: time that an order without any bound would save.
         rank_order_ms: time that sums in rank order add over rings; None: there are none.
-        optimizer_ms: what norm, clipping and updates add to the step, with their launches by the
-            host; their kernels; and their collectives. None: the graph has none.
+        optimizer_ms: the time that norm, clipping and updates add to the step, with their launches
+            by the host; their kernels; and their collectives. None: the graph has none.
         size_hints: values taken for sizes that depend on data.
         seconds: time of the search.
     """

@@ -58,9 +58,8 @@ def append_unscale(
 ) -> dict[torch.optim.Optimizer, fx.Node]:
     """Divide gradients in place; those without an optimizer stay as they are.
 
-    Returns:
-        By optimizer a scalar in float32, above zero if any rank has a gradient of the optimizer
-        that is not finite.
+    Each optimizer gets a scalar in float32, above zero if any rank has a gradient of the optimizer
+    that is not finite.
     """
     found: dict[torch.optim.Optimizer, list[fx.Node]] = {}
     number = {o: k for k, o in enumerate(dict.fromkeys(optimizers))}

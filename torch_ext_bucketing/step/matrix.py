@@ -203,14 +203,11 @@ class Update(NamedTuple):
 def bytes_within(room: int, parameters: Sequence[Tensor]) -> int:
     """Choose the bytes of whole matrices that a rank receives in one exchange.
 
-    At most these are live at once: received matrices, the next ones, buffers that send them, an
-    update per copy, and Newton-Schulz's buffers. Sent and returned parts take the place of
-    gradients; where gradients are smaller, the difference comes on top.
-
-    Args:
-        room: bytes for all of this on the rank with most, beside all gradients.
-        parameters: all that are exchanged; at least one.
+    ``room`` has bytes for all of this on the rank with most, beside all gradients.
     """
+    # At most these are live at once: received matrices, the next ones, buffers that send them, an
+    # update per copy, and Newton-Schulz's buffers. Sent and returned parts take the place of
+    # gradients; where gradients are smaller, the difference comes on top.
     more = (max(0, 2 * SENT.itemsize - p.itemsize) * largest_shard_numel(p) for p in parameters)
     copies = 1
     for p in parameters:
@@ -224,16 +221,10 @@ def bytes_within(room: int, parameters: Sequence[Tensor]) -> int:
 def append_matrices(
     call: Callable[..., fx.Node], updates: Sequence[Update], skip: fx.Node | None, cap: int | None
 ) -> tuple[Owners, ...]:
-    """Append the updates of matrices, and report on each mesh.
+    """Append the updates of matrices, the first gradient to arrive first; report on each mesh.
 
-    Args:
-        call: appends a node.
-        updates: the matrices, the first gradient to arrive first.
-        skip: the node that is not zero if the step changes nothing.
-        cap: bytes of whole matrices that a rank may receive in one exchange; None: 256 MiB.
-
-    Raises:
-        ValueError: shards are not blocks of rows and columns, or one rank compiles for all.
+    ``skip`` is the node that is not zero if the step changes nothing; ``cap`` the bytes of whole
+    matrices that a rank may receive in one exchange; None: 256 MiB.
     """
     if updates and compiles_for_all_ranks():
         raise ValueError(
@@ -254,6 +245,7 @@ def append_matrices(
         load = loads.setdefault(tuple(sorted(g.ranks)), dict.fromkeys(g.ranks, 0))
         g.choose(load, EXCHANGE_BYTES if cap is None else cap)
         buckets += (_Bucket(call, *of) for of in g.buckets)
+    # One bucket is exchanged while the one before it is computed.
     for before, bucket in zip([None, *buckets], [*buckets, None], strict=True):
         if bucket is not None:
             bucket.send(skip)

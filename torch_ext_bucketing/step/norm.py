@@ -68,8 +68,7 @@ def by_mesh(
 ) -> list[tuple[tuple[tuple[Any, int], ...], list[int]]]:
     """Group parameters by mesh, whose norms are stacked.
 
-    Returns:
-        Per mesh, dimensions that shard any of its parameters, and places in the stack's order.
+    Each mesh has the dimensions that shard any of its parameters, and places in the stack's order.
     """
     groups: dict[Any, list[int]] = {}
     for i, parameter in enumerate(parameters):
@@ -84,7 +83,7 @@ def by_mesh(
 
 @dataclass(frozen=True)
 class Norm:
-    """How gradients are clipped, as by :func:`torch.nn.utils.clip_grad_norm_`.
+    """Clip gradients as :func:`torch.nn.utils.clip_grad_norm_` does.
 
     With ``skip``, a step whose norm is not finite changes nothing.
     """

@@ -27,10 +27,9 @@ BALANCED = 1.05  # of the mean work; with more on the busiest rank, matrices lea
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """Count the floating-point operations of Newton-Schulz on one matrix.
-
-    Each step has three products: ``A = X X^T``, ``A A`` and ``B X``. torch transposes a tall ``X``.
-    """
+    """Count the floating-point operations of Newton-Schulz on one matrix."""
+    # Each step has three products: ``A = X X^T``, ``A A`` and ``B X``. torch transposes a tall
+    # ``X``.
     m, n = sorted((rows, columns))
     return steps * (4 * m * m * n + 2 * m**3)
 
@@ -44,16 +43,9 @@ def choose_owners(
     (Graham's bound). With fewer matrices than ranks, each has a rank of its own, and the last ranks
     are idle: a matrix is never divided, because its bits would then depend on the number of ranks.
 
-    A matrix with a home goes there, as less of it has to travel. As many leave again as the balance
-    needs (:data:`BALANCED`), from the busiest rank to the one with the least load.
-
-    Args:
-        costs: per matrix, the first gradient to arrive first, which chooses first among equals.
-        loads: work that each rank has already. The matrices' is added in place.
-        homes: per matrix, the ranks that are home to it; none: all ranks are alike.
-
-    Returns:
-        The owner of each matrix, from 0 to ``len(loads)`` - 1.
+    A matrix with a home, one or more ranks, goes there, as less of it has to travel. As many leave
+    again as the balance needs (:data:`BALANCED`). The work of ``costs`` is added to ``loads`` in
+    place. Of equal costs the first goes first: that of the first gradient to arrive.
     """
     least = [(load, rank) for rank, load in enumerate(loads)]
     heapify(least)
@@ -98,17 +90,12 @@ def choose_buckets(
     computes while the next bucket travels.
 
     Args:
-        costs: per matrix; so are ``nbytes`` and ``owners``.
-        nbytes: bytes of the whole matrix in the buffer of its owner.
-        owners: see :func:`choose_owners`.
+        nbytes: bytes of each whole matrix in the buffer of its owner; see :func:`choose_owners`.
         cap: bytes that an owner may receive in one bucket; a single stack may have more.
         least: bytes below which the busiest owner's part is not divided for overlap.
         most: number of buckets, unless ``cap`` makes it more.
-        stacks: per matrix, the number of its stack, whose matrices stay together; None: each
-            matrix is alone.
-
-    Returns:
-        The matrices of each bucket, ascending; no bucket is empty.
+        stacks: per matrix, the number of its stack, whose matrices stay together; None: each matrix
+            is alone.
     """
     # The middle of a matrix's work among its owner's, the costliest matrix first.
     middle, load, received = [0.0] * len(costs), Counter[int](), Counter[int]()
@@ -173,9 +160,8 @@ class Hop(NamedTuple):
     Args:
         dim: the dimension; None: nothing is sent, parts are only chosen.
         sent: the parts in the buffer that is sent, for one peer after the other.
-        sent_to: number of elements for each peer.
+        sent_to: number of elements for each peer; so is ``received_from``.
         received: the parts in the buffer that is received.
-        received_from: number of elements from each peer.
         most: the most elements that any rank sends, and that any receives.
     """
 
@@ -189,10 +175,9 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix on a mesh.
+    """A matrix of whole ``rows`` and ``columns`` on a mesh.
 
     Args:
-        rows: of the whole matrix; so is ``columns``.
         sharded: whether it is divided over each mesh dimension; else that holds copies.
         blocks: the part at each coordinate that has one; a coordinate is 0 where copies are.
         owner: the coordinate that computes its update.

@@ -1,4 +1,4 @@
-"""The operator that updates parameters, and the optimizers that it knows.
+"""Define the operator that updates parameters, and the optimizers that it knows.
 
 One node updates the parameters of one bucket::
 
@@ -6,8 +6,8 @@ One node updates the parameters of one bucket::
 
 It calls the function of ``torch.optim`` that the optimizer itself calls, on this rank's shards. So
 bits are those of the variant that the optimizer is set to (``fused``, ``foreach`` or one tensor
-after the other), and equal eager's on every device. Numbers such as the learning rate are read
-from the optimizer's groups before every step, and reach the node as a tensor.
+after the other), and equal eager's on every device. Numbers such as the learning rate are read from
+the optimizer's groups before every step, and reach the node as a tensor.
 """
 
 from __future__ import annotations
@@ -27,17 +27,9 @@ from .._torch.optimizers import MuonOfEach, has_hooks, make_state
 class StackedMuon(MuonOfEach):
     """Update each matrix of a stack as ``torch.optim.Muon`` updates it alone.
 
-    ``torch.optim.Muon`` refuses parameters that have not two dimensions. This one takes
-    ``[stack, rows, columns]``, too. Its ``step()`` is torch's, one matrix after the other; its
-    momentum has the parameter's shape.
-
-    Args:
-        params: parameters, or groups of them, as for any optimizer.
-        options: those of ``torch.optim.Muon``.
-
-    Raises:
-        ValueError: no parameters, or one with other than two or three dimensions; an option that
-            ``torch.optim.Muon`` refuses.
+    ``torch.optim.Muon`` refuses parameters that have not two dimensions. This one takes ``[stack,
+    rows, columns]``, too, with its options. Its ``step()`` is torch's, one matrix after the other;
+    its momentum has the parameter's shape.
     """
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
@@ -50,11 +42,7 @@ class StackedMuon(MuonOfEach):
             self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            ValueError: a parameter has other than two or three dimensions.
-        """
+        """Add a group of parameters with two or three dimensions."""
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             if p.ndim not in (2, 3):
@@ -98,8 +86,8 @@ class Rule:
         numbers: entries of a group that are read before every step; a pair has several numbers.
         options: entries of a group that choose the kernels.
         state: names of the tensors of a parameter's state for a group, in the operator's order.
-        copies: copies of a parameter's bytes that the kernels hold, for a group that is updated
-            one parameter after the other, or not; the first step's, too.
+        copies: copies of a parameter's bytes that the kernels hold, for a group that is updated one
+            parameter after the other, or not; the first step's, too.
         run: calls the function of ``torch.optim``.
     """
 
@@ -237,10 +225,8 @@ BY_NAME = {"adam": _ADAM, "sgd": _SGD, "muon": _MUON}
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of an optimizer's rule; None if its ``step()`` has to run.
-
-    A subclass may have another step, and hooks are called by ``step()`` alone.
-    """
+    """Return the name of an optimizer's rule; None if its ``step()`` has to run."""
+    # A subclass may have another step, and hooks are called by ``step()`` alone.
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
     return None if differentiable or has_hooks(optimizer) else RULES.get(type(optimizer))
 
@@ -248,13 +234,11 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str | None:
 def state_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, names: Sequence[str]
 ) -> tuple[list[Tensor], bool]:
-    """Return tensors of a parameter's state, and whether any is new.
-
-    State that the optimizer's class makes at the first step is made here in the same way; but a
-    momentum buffer is empty, since that step copies it from the gradient.
-    """
+    """Return tensors of a parameter's state, and whether any is new."""
     if not names:
         return [], False
+    # State that the class makes at the first step is made here in the same way; but a momentum
+    # buffer is empty, since that step copies it from the gradient.
     state = optimizer.state[parameter]
     new = not state
     if new:
@@ -287,6 +271,7 @@ def _update(
     given: dict[str, Any] = {
         name: values[v] for name, _, v in (o.partition("=") for o in options.split())
     }
+    # Fused kernels read the flag on the device; others would update, so the host has to wait.
     on_device = bool(given.get("fused")) and skip is not None
     if skip is not None and not on_device and skip.item():
         return

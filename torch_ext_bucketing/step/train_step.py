@@ -41,12 +41,10 @@ class _StepBackend(BucketingBackend):
 
 
 class TrainStep:
-    """Takes training steps; see :func:`train_step`, which makes it.
+    """Take training steps; :func:`train_step` makes it.
 
-    Attributes:
-        total_norm: the norm of all gradients in the last step, before clipping, as a scalar tensor;
-            None without ``max_norm``.
-        backend: compiles the step, and has the reports.
+    ``total_norm`` is the norm of all gradients in the last step, before clipping, as a scalar
+    tensor; None without ``max_norm``. ``backend`` compiles the step, and has the reports.
     """
 
     def __init__(
@@ -78,19 +76,13 @@ class TrainStep:
                 )
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take a step.
-
-        Args:
-            args: what ``loss`` gets after the model; so are ``kwargs``.
-
-        Returns:
-            The loss, detached.
-        """
+        """Take a step; ``loss`` gets the arguments after the model. Return the loss, detached."""
         self.backend, run = self._compiled()
         trained = [(fqn, p) for fqn, p in self._parameters if p.requires_grad]
         with torch.enable_grad():
             loss = run(self.model, *args, **kwargs)
         epilogues = self.backend.epilogues
+        # Not ``backward()``: outputs in the place of used gradients must not reach ``grad``.
         try:
             gradients = torch.autograd.grad(
                 loss, [p for _, p in trained], self._scale(loss), allow_unused=True
@@ -199,27 +191,21 @@ def train_step(
     Args:
         model: sharded or replicated, as for :func:`.recipe`.
         optimizer: of parameters of ``model``, or several, each with parameters of its own; others
-            keep their gradients.
+            keep their gradients. One that needs a closure can't be planned.
         loss: ``loss(model, *args)`` computes a scalar tensor. It is compiled without graph breaks.
         max_norm: clip the norm of all gradients to this; so is ``norm_type``. None: no clipping.
-        skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN.
-            Waits for the norm on the host, unless the optimizer is ``fused``.
+        skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN. Waits
+            for the norm on the host, unless the optimizer is ``fused``.
         grad_scaler: scales the loss, and is updated by each step. Bits are those of
             ``scale(loss).backward()``, ``unscale_`` of each optimizer, clipping, ``step`` of each
             optimizer and ``update``. The returned loss is not scaled. An optimizer with a gradient
             that is not finite on any rank changes nothing; the host waits for that as eagerly.
+            Parameters may not be in float16.
         exchange_bytes: bytes of whole matrices, in bfloat16, that ``Muon`` brings to one rank at a
             time. A larger matrix or stack comes alone. None: 256 MiB, or fewer where the bound
             ``memory=`` of :func:`.recipe` leaves less room beside shards and gradients.
         passes: see :func:`.backend`; None takes :func:`.recipe`'s.
         compiler: see :func:`.backend`; so are ``options``.
-
-    Raises:
-        TypeError: ``model``, ``optimizer``, ``loss`` or ``grad_scaler`` is something else, or an
-            option is unknown.
-        ValueError: an optimizer has parameters that are not the model's or another one's, or needs
-            a closure; ``max_norm`` is not positive, or ``norm_type`` or ``skip_nonfinite`` is given
-            without; ``exchange_bytes`` is not positive; ``grad_scaler`` with parameters in float16.
     """
     one = isinstance(optimizer, torch.optim.Optimizer)
     optimizers = [optimizer] if one else list(optimizer) if isinstance(optimizer, Sequence) else []

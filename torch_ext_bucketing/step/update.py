@@ -116,8 +116,6 @@ class Epilogue:
         aliases: FQN in ``trained`` by other FQNs of the same parameter.
         exchange_bytes: see :func:`.train_step`.
         scaler: has scaled the loss, and decides which optimizers are skipped; None: no loss scale.
-
-    Attributes:
         found_inf: by optimizer a scalar, above zero where ``scaler`` skips it.
     """
 
@@ -308,7 +306,7 @@ class _Appending:
             gradients = self._gradients()
             epilogue.gradients = list(gradients)
             epilogue.updated = [p for p in gradients if p.group is not None]
-            epilogue.read_state()
+            epilogue.read_state()  # the inputs below are made of the tensors that it finds
             found_inf = self._unscale(gradients)
             coefficient, skip = self._clip(gradients)
             for gradient in gradients.values() if coefficient is not None else ():
@@ -489,11 +487,9 @@ class _Appending:
 
 
 def group_calls(graph: fx.Graph, clipped: bool) -> None:
-    """Join nodes of gradients that one collective reduces, in place, once buckets are merged.
-
-    With clipping or a loss scale (``clipped``), updates wait for all reductions, so a call covers
-    several buckets.
-    """
+    """Join nodes of gradients that one collective reduces, in place, once buckets are merged."""
+    # With clipping or a loss scale, updates wait for all reductions, so a call covers several
+    # buckets; without, a call follows one reduction, whose gradients it frees.
     calls: list[list[fx.Node]] = []
     open_calls: dict[Any, tuple[list[fx.Node], int]] = {}
     for node in graph.nodes:
