@@ -16,7 +16,6 @@ import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ._torch.aot import stage_of
 from .fqns import format_names
 from .fsdp.shard import data_parallel
 from .graph.sizes import GivenHints
@@ -26,9 +25,7 @@ from .passes.compilation import Compilation
 from .planner.cost.machine import Machine, job_machine
 from .planner.resharding import ReshardAfterForward
 from .planner.schedule.memory import PeakMemory
-from .planner.schedule.model import model_of
 from .planner.schedule.plot import Drawn
-from .planner.schedule.timeline import Timeline
 from .recipes import Goal, recipe
 from .reports.compile import CompileReport
 from .testing.target import TargetError, build, call, load_target
@@ -144,5 +141,5 @@ class _Draw(GraphPass):
     machine: Machine
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
-        model = model_of(compilation.analysis(graph), self.machine)
-        self.drawn.append(Drawn(stage_of(graph), self.version, model, Timeline.of(model)))
+        drawn = Drawn.of(graph, self.version, self.machine, compilation, self.drawn)
+        self.drawn.append(drawn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ import torch.fx as fx
 from ...graph.nodes import COLLECTIVES, HOST_STREAMS, collective_kind, host_stream
 from ...graph.sizes import SizeHints
 from ...graph.tags import member_tags, tag_of
+from ...passes.compilation import Compilation
+from ...reports.compile import CompileReport
 from ...reports.keep import BlockBytes, KeepReport
-from .model import Model
+from ..cost.machine import Machine
+from .model import Model, model_of
+from .parts import Parts
 from .timeline import Timeline
 
 _HOST = "#17becf"
@@ -174,14 +179,50 @@ def _draw_memory(axis: Any, d: Drawn, unit: str, size: int) -> None:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Drawn:
-    """One order of the graph of ``stage``; ``version`` is ``"before"`` or ``"after"`` passes."""
+    """One order of the graph of ``stage``.
+
+    Args:
+        version: ``"before"`` or ``"after"`` passes.
+        report: of the compile. Its graphs have one report, and graph breaks make several compiles.
+        parts: of :attr:`model`'s storages.
+    """
 
     stage: str
     version: str
     model: Model
     timeline: Timeline
+    report: CompileReport | None = None
+    parts: Parts | None = None
+
+    @staticmethod
+    def of(
+        graph: fx.Graph,
+        version: str,
+        machine: Machine,
+        compilation: Compilation,
+        earlier: Sequence[Drawn],
+    ) -> Drawn:
+        """Return the order that ``graph`` has.
+
+        Args:
+            earlier: a backward graph's forward graph is one of them.
+        """
+        report, analysis = compilation.report, compilation.analysis(graph)
+        model = model_of(analysis, machine)
+        saved: dict[str, str] = {}
+        for d in reversed(earlier):  # the partitioner's names are those before passes
+            if d.report is report and d.parts is not None:
+                saved.update(d.parts.of_node)
+        parts = Parts.of(model.graph, compilation.input_fqns, saved)
+        return Drawn(analysis.stage, version, model, Timeline.of(model), report, parts)
+
+    @cached_property
+    def live(self) -> dict[str, list[int]]:
+        """Bytes live while each node of the order runs, by part (:data:`.PARTS`)."""
+        assert self.parts is not None
+        return self.parts.profile(self.model.liveness, self.timeline.order)
 
 
 def label(start: fx.Node, hints: SizeHints | None = None) -> str:
