@@ -54,7 +54,10 @@ def signature(name: str, value: Any) -> str:
 def entries() -> Iterator[str]:
     """Yield the page's parts."""
     teb = importlib.import_module("torch_ext_bucketing")
-    yield "# API\n\n`python .ci/make_api.py` makes this page from docstrings."
+    yield (
+        "# API\n\n`python .ci/make_api.py` makes this page from docstrings. Wrong arguments raise "
+        "a `TypeError` or a `ValueError` that names the argument; other errors are listed."
+    )
     for name in teb.__all__:
         value = getattr(teb, name)
         code = f"```python\nteb.{signature(name, value)}\n```"

@@ -19,11 +19,7 @@ from .testing.target import TargetError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status.
-
-    Args:
-        argv: the arguments without the program's name; ``sys.argv[1:]`` by default.
-    """
+    """Run the command line, ``sys.argv[1:]`` by default; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="torch-ext-bucketing",
         description="Collective bucketing policies for compiled PyTorch training.",

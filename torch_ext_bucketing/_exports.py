@@ -12,13 +12,7 @@ def lazy_exports(
     home: Mapping[str, str],
     modules: Collection[str] = (),
 ) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package.
-
-    Args:
-        package: name of the package.
-        home: by exported name, the module that defines it, relative to ``package``.
-        modules: exported modules of the package.
-    """
+    """Return a package's ``__getattr__``; ``home`` has each name's relative module."""
 
     def get(name: str) -> Any:
         if name in modules:

@@ -1,4 +1,4 @@
-"""Digests of source code, for cache keys.
+"""Digest source code, for cache keys.
 
 A key made from settings alone would still hit after the code has changed. Upstream hashes the files
 of a custom pass (``torch._inductor.custom_graph_pass.get_hash_for_files``). This hashes modules by
@@ -24,13 +24,7 @@ _NO_SOURCE = (
 
 @functools.cache
 def source_digest(*module_names: str) -> str:
-    """Hash the sources of the named modules with SHA-256, in hex.
-
-    Only their parent packages are imported.
-
-    Raises:
-        RuntimeError: a source can't be read.
-    """
+    """Hash the sources of the named modules with SHA-256, in hex, importing only their parents."""
     digest = hashlib.sha256()
     for name in module_names:
         source = _source_of(name)
@@ -41,13 +35,7 @@ def source_digest(*module_names: str) -> str:
 
 
 def package_digest() -> str:
-    """Return the digest of this package, as it was when this module was imported.
-
-    ``hooks`` and ``testing`` are left out: no pass of the package uses them.
-
-    Raises:
-        RuntimeError: see :func:`source_digest`.
-    """
+    """Return the digest of this package, as it was when this module was imported."""
     if not _PACKAGE:
         raise RuntimeError(_NO_SOURCE.format(__package__))
     return _PACKAGE

@@ -1,4 +1,4 @@
-"""Errors and warnings of the package, with one base class each."""
+"""Define errors and warnings of the package, with one base class each."""
 
 from __future__ import annotations
 

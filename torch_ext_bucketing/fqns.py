@@ -1,4 +1,4 @@
-"""Canonical names (FQNs) of modules and parameters.
+"""Find canonical names (FQNs) of modules and parameters.
 
 A wrapper puts its own attribute into every name below it: ``torch.compile(block)`` turns
 ``layers.0.wq.weight`` into ``layers.0._orig_mod.wq.weight``. Plans, tags and orders use the
@@ -23,13 +23,8 @@ _WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 def canonical_fqn(fqn: str) -> str:
     """Remove the names of wrappers and of ``torch.nn.utils.parametrize`` from an FQN.
 
-    A parametrization with several tensors (``original0``, ``original1``: weight norm) stays, since
-    it does not have one parameter to name. Raises a TypeError if ``fqn`` is not a string.
-
     >>> canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
-    'layers.0.wq.weight'
-    >>> canonical_fqn("wq.parametrizations.weight.original")
-    'wq.weight'
+    'layers.0.wq.weight' >>> canonical_fqn("wq.parametrizations.weight.original") 'wq.weight'
     """
     if not isinstance(fqn, str):
         raise TypeError(f"an FQN must be a string, got {fqn!r}")
@@ -70,9 +65,8 @@ def modules_of_call(
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules of one ``fully_shard`` call, and all that the call manages, in its order.
 
-    Args:
-        modules: given to the call, which drops those inside others (``_get_root_modules``).
-        wrapped: the modules of earlier calls, where the call stops.
+    The call drops modules inside others (``_get_root_modules``), and stops at those ``wrapped`` by
+    earlier calls.
     """
     seen = set(wrapped)
 
@@ -96,10 +90,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Map each parameter to its canonical FQNs, first the one of ``model.named_parameters()``.
-
-    FSDP2 uses that one, too (``FSDPState._init_fqns``).
-    """
+    """Map each parameter to its canonical FQNs, first the one that FSDP2 uses, too."""
     names: dict[nn.Parameter, dict[str, None]] = {}
     for fqn, parameter, _ in parameters_by_name(model):
         names.setdefault(parameter, {})[fqn] = None
@@ -125,10 +116,7 @@ def format_names(names: Collection[str], shown: int = 4) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str]) -> str:
-    """Format up to three names in ``known`` that are close to an unknown one, for an error message.
-
-    Names with the same end are close, too: ``layers.3`` and ``model.layers.3``.
-    """
+    """Format up to three names in ``known`` that are close to an unknown one, for a message."""
     candidates = [candidate for candidate in known if candidate]
     near = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     tails = [c for c in candidates if name and c.endswith("." + name) and c not in near]

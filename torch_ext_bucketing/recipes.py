@@ -1,4 +1,4 @@
-"""The list of passes to start from, for a model and a goal."""
+"""Recommend the list of passes to start from, for a model and a goal."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def recipe(
     compiled: the model, its ``forward``, a function or module around it, or a part of it.
 
     - ``"parity"``: the same weights as eager FSDP2, bit for bit. Each unit of eager FSDP2 is one
-      bucket, its members in eager's order, and gradients of activations are added unit by unit.
-      The graph is then reordered for overlap, which changes no result.
+      bucket, its members in eager's order, and gradients of activations are added unit by unit. The
+      graph is then reordered for overlap, which changes no result.
     - ``"speed"``: byte caps chosen on a cost model, and an order that overlaps within 1.02 of the
       unbucketed graph's peak memory. Bits are eager's only with ``reduce``.
 
@@ -65,7 +65,7 @@ def recipe(
     Args:
         model: sharded or replicated, with ``DTensor`` parameters, such as by
             :func:`.fsdp.fully_shard`, whose units and resharding it then has, or by
-            :func:`.data_parallel`.
+            :func:`.data_parallel`; not wrapped by eager FSDP2.
         units: for ``"parity"``: the modules of each ``fully_shard`` call of the eager training, as
             names or as a plan, unless ``model`` has units. None takes
             :func:`.transformer_block_plan`'s.
@@ -80,21 +80,15 @@ def recipe(
             state, inputs, activations, gathered parameters, buckets. The gathered parameters and
             the activations that stay in memory are chosen for the shortest step under it, and with
             ``host_gib`` those that wait in host memory. Bits do not change, but Inductor may round
-            what is computed again differently. None: activations are saved as without this
-            package, and the last unit stays gathered.
+            recomputed values differently. None: activations are saved as without this package, and
+            the last unit stays gathered. Less than shards, gradients and optimizer state need is a
+            ``ValueError``.
         optimizer: with ``memory``: the optimizer whose state counts. It is only read.
-        state_bytes_per_parameter: or bytes of its state per element of a parameter. With neither
-            it is 8, as for AdamW in fp32.
+        state_bytes_per_parameter: or bytes of its state per element of a parameter. With neither it
+            is 8, as for AdamW in fp32.
         to: with ``memory``: a smaller group, such as a node's ranks, for backward to gather in
             where that is worth its memory; see :class:`.ReshardAfterForward`. It creates process
             groups: call this on every rank at the same point of the program.
-
-    Raises:
-        TypeError: ``model`` or ``reference`` is not a module, or ``machine`` is not a machine.
-        ValueError: an unknown goal or ``reduce``; a model without ``DTensor`` parameters, or
-            wrapped by ``fully_shard``; no transformer blocks and no ``units``; options that do not
-            fit the model, the goal or each other; ``memory`` below what shards, gradients and
-            optimizer state need.
     """
     if goal not in ("parity", "speed"):
         raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")

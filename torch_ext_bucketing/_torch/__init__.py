@@ -1,4 +1,4 @@
-"""Every touch of private torch, one module per part of torch."""
+"""Touch private torch, one module per part of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Call AOTAutograd and its partitioner, and read what they write on the nodes of a graph.
+"""Call AOTAutograd and its partitioner, and read their notes on the nodes of a graph.
 
 Torch 2.13 and 2.15 copy marked activations to host memory and back by the same, undocumented code,
 for CUDA and other accelerators: the partitioner inserts the operators of :mod:`.graph.nodes`.
@@ -27,15 +27,13 @@ Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether a call draws random numbers, if its operator is tagged as torch's are.
-
-    A call with a ``dropout_p`` of 0 does not draw.
-    """
+    """Return whether a call draws random numbers, if its operator is tagged as torch's are."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target.name() in _WITH_STATE
     if not _is_tagged(node):
         return False
+    # A call with a ``dropout_p`` of 0 does not draw.
     assert isinstance(target, torch._ops.OpOverload)
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
@@ -66,13 +64,10 @@ def reads_dropout() -> bool:
 
 
 def without_draws(partition: Partition) -> Partition:
-    """Make a partitioner recompute marked calls without dropout as it does others.
-
-    Functions without tags stand for their operators while the partitioner runs. Where it reads
-    ``dropout_p`` itself, it is returned unchanged.
-    """
+    """Make a partitioner recompute marked calls without dropout as it does others."""
     if reads_dropout():
         return partition
+    # Functions without tags stand for operators while the partitioner runs.
 
     def run(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         stands: dict[Any, Callable[..., Any]] = {}
@@ -102,10 +97,9 @@ def _stand_for(target: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 class WithoutDraws(CustomPartitionerFn):
-    """The partitioner ``given``, or Inductor's, through :func:`without_draws`.
+    """The partitioner ``given``, or Inductor's, through :func:`without_draws`."""
 
-    A class of this module and not of a function, since Inductor's cache keys pickle its config.
-    """
+    # A class of this module and not of a function, since Inductor's cache keys pickle its config.
 
     def __init__(self, given: CustomPartitionerFn | None) -> None:
         self._given = given
@@ -151,11 +145,7 @@ def plain_index(desc: Any) -> int | None:
 
 
 def gradient_outputs(output: fx.Node) -> list[tuple[fx.Node, Any]]:
-    """Return a graph's outputs that are gradients, each with the descriptor of its input.
-
-    Raises:
-        ValueError: outputs and descriptors differ in number.
-    """
+    """Return a graph's outputs that are gradients, each with the descriptor of its input."""
     # Flatten both. Zipping nested outputs with flat descriptors would give parameters each other's
     # gradients.
     values, descs = pytree.tree_leaves(output.args[0]), output.meta.get("desc")
@@ -235,7 +225,7 @@ class Halves:
     Attributes:
         forward: all nodes up to the last one that tracing marked so, without the tangents; in a
             graph without marks, the nodes that need no tangent. All others run in backward.
-        recomputed: marked nodes of forward that backward runs again. Those that one checkpointed
+        recomputed: marked nodes of forward that backward runs again. Values that one checkpointed
             region passes to the next are saved (``cleanup_recompute_tags``).
     """
 
@@ -318,7 +308,7 @@ def compile_aot(
     Args:
         joint: runs on the joint or the inference graph.
         extend: changes the forward, backward and inference graphs before ``each``; returns fake
-            tensors for inputs that it has added, and what gives the compiled graph their values.
+            tensors for inputs that it has added, and a wrapper that adds their values.
         each: runs on the forward, backward and inference graphs, and returns a wrapper of the
             compiled graph.
         compiler: compiles these graphs; None runs them as they are.
@@ -362,10 +352,7 @@ _MARK = "should_offload"  # what torch's partitioner reads
 
 
 def import_copies() -> None:
-    """Register torch's operators, and kernels of them for the CPU, which has no stream for copies.
-
-    On the CPU a copy is complete when it is launched.
-    """
+    """Register torch's copies, and kernels of them for the CPU, where a copy ends as it starts."""
     with private_torch():
         from torch._functorch import config
         from torch._functorch._activation_offloading import offload_ops

@@ -55,8 +55,7 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
     A pass with ``graph_compiled()`` returns its report when the graph is compiled, and its
     ``graph_ready()`` receives it before the graph, compiled or loaded, is used. torch calls
     ``CompiledFxGraph.post_compile`` on every such path, also after a hit in AOTAutograd's cache.
-
-    ``meshes`` are the meshes of the graph's inputs; see :class:`_Meshes`.
+    ``meshes`` are those of the graph's inputs; see :class:`_Meshes`.
     """
     with private_torch():
         from torch._inductor import codecache, config

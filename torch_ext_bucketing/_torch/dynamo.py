@@ -80,10 +80,7 @@ def is_first_compile() -> bool:
 
 
 def frame_number() -> int | None:
-    """Return the number of the frame that Dynamo compiles, or None.
-
-    A recompile has the same number, the code after a graph break another one.
-    """
+    """Return the number of the frame that Dynamo compiles, equal in a recompile, or None."""
     compile_id = CompileContext.current_compile_id()
     return None if compile_id is None else compile_id.frame_id
 
@@ -99,10 +96,7 @@ def input_fqns(
     FQNs are relative to ``model``, else to the model that a recipe made one of ``passes`` for, else
     to a registered model that has the parameter, else to the module whose ``forward`` Dynamo
     traced. A name of the last sort that a recipe's model has not, or another input has, is a guess.
-
-    Returns:
-        FQNs by index, and Dynamo's expressions of sharded parameters without a name or with a
-        guessed one.
+    Also returns Dynamo's expressions of sharded parameters without a name or with a guessed one.
     """
     reference, known = next((_made_for[p] for p in passes if p in _made_for), (None, None))
     first = reference() if model is None and reference is not None else None
@@ -136,10 +130,7 @@ def input_fqns(
 
 
 def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[torch.Tensor]]]:
-    """Find a Dynamo graph's inputs that are activations with a gradient.
-
-    Maps indices to the variable's name in the compiled code and the tensor.
-    """
+    """Map a Dynamo graph's inputs that are activations with a gradient to names and tensors."""
     activations = {}
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         tensor = _grapharg_example(placeholder)
@@ -153,9 +144,9 @@ def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[to
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
     """Map the indices of parameter inputs of the joint graph in compilation to FQNs.
 
-    For config hooks, which see no Dynamo graph. Dynamo lists tensors in the order of the inputs.
-    Empty if their number or a shape differs from the joint graph's.
+    Empty if the number of inputs or a shape differs from Dynamo's.
     """
+    # For config hooks, which see no Dynamo graph. Dynamo lists tensors in the order of the inputs.
     whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -280,12 +271,9 @@ def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def keep_json(name: str, data: Any, is_written: bool = False) -> None:
-    """Add a file of Inductor's cache folder to its artifacts; write it, whole or not at all.
+    """Write JSON data to a file of Inductor's cache folder, and add it to the artifacts.
 
-    Args:
-        name: of the file, under :func:`cache_dir`.
-        data: anything of JSON.
-        is_written: whether the file is there already.
+    ``is_written``: the file is there already.
     """
     with private_torch():
         from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact as Artifact

@@ -15,10 +15,7 @@ from .symbols import size_with, symbol_facts
 
 
 def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
-    """Estimate a collective's milliseconds by torch's model of NCCL.
-
-    ``nbytes`` counts input and output.
-    """
+    """Estimate a collective's milliseconds by torch's model of NCCL, input and output counted."""
     with private_torch():
         from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
 
@@ -68,12 +65,9 @@ _OTHERS = (4096 * 2 + 16 * 8) * _KIB
 
 
 def cublas_workspace_bytes() -> int:
-    """Return the bytes of one of cuBLAS's workspaces on the current device.
-
-    ``CUBLAS_WORKSPACE_CONFIG`` has pairs of KiB and counts. Without it torch takes 32 MiB from
-    compute capability 9.0 on, else 8.1 MiB (``aten/src/ATen/cuda/CublasHandlePool.cpp``). Without a
-    device this is the size for 9.0.
-    """
+    """Return the bytes of one of cuBLAS's workspaces on the current device."""
+    # Pairs of KiB and counts. Without them torch takes 32 MiB from compute capability 9.0 on, which
+    # counts without a device, too; else 8.1 MiB (``aten/src/ATen/cuda/CublasHandlePool.cpp``).
     given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if given:
         return sum(int(size) * int(count) for size, count in given) * _KIB

@@ -52,8 +52,7 @@ _SHARD = "_local_tensor"
 def blocks_of(tensor: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Return the part of a tensor at each coordinate of its mesh, 0 for dimensions of copies.
 
-    Returns:
-        Offsets, then sizes of each part; a plain tensor is all at ``()``.
+    A part has its offsets, then its sizes; a plain tensor is all at ``()``.
     """
     if not isinstance(tensor, DTensor):
         return {(): (*(0,) * tensor.dim(), *tensor.shape)}
@@ -81,10 +80,8 @@ def mesh_of(value: Any) -> Any:
 
 
 def placed(tensor: Any) -> tuple[bool, bool]:
-    """Return whether a distributed parameter is sharded, and whether it has replicas.
-
-    Replicas are a mesh's first dimension. Inner replication belongs to tensor parallelism.
-    """
+    """Return whether a distributed parameter is sharded, and whether it has replicas."""
+    # Replicas are a mesh's first dimension. Inner replication belongs to tensor parallelism.
     placements = tensor.placements
     # Not is_shard(): a strided shard (FSDP over tensor parallelism) is not a Shard in every torch.
     return not all(p.is_replicate() for p in placements), placements[0].is_replicate()
@@ -109,10 +106,8 @@ def largest_shard_numel(tensor: Any) -> int:
 
 
 def largest_shard_bytes(tensor: Any) -> int:
-    """Return the bytes of a parameter's shard on the rank that has most.
-
-    Bounds on memory count these: they are alike on every rank, and so are plans.
-    """
+    """Return the bytes of a parameter's shard on the rank that has most."""
+    # Bounds on memory count these: they are alike on every rank, and so are plans.
     return largest_shard_numel(tensor) * shard_of(tensor).element_size()
 
 
@@ -253,9 +248,6 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
     """Read a model's param groups in the order of the ``fully_shard`` calls.
 
     Works before and after FSDP2's lazy initialization. FQNs are relative to ``model``.
-
-    Raises:
-        ValueError: nothing is wrapped, or a unit has a parameter outside of ``model``.
     """
     states = _states_in(model)
     if not states:

@@ -21,14 +21,9 @@ with private_torch():
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Move nodes after their inputs, and keep the order where it is valid.
-
-    The order is that of Inductor's ``stable_topological_sort``, whose module takes longer to import
-    than a graph to plan.
-
-    Raises:
-        ValueError: the graph has a cycle.
-    """
+    """Move nodes after their inputs, and keep the order where it is valid."""
+    # The order of Inductor's ``stable_topological_sort``, whose module takes longer to import than
+    # a graph to plan.
     placed: dict[fx.Node, None] = {}
     waiting: dict[fx.Node, list[fx.Node]] = {}
     left = [node for node in reversed(graph.nodes) if node.op != "output"]
@@ -51,10 +46,7 @@ def sort_topologically(graph: fx.Graph) -> None:
 
 
 def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Make Inductor run each node after its nodes in ``before``, which precede it in the graph.
-
-    Wrapped nodes become submodules of the graph's ``GraphModule``.
-    """
+    """Make Inductor run each node after its nodes in ``before``, which precede it in the graph."""
     with private_torch():
         from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 
@@ -74,10 +66,8 @@ def _same(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_passes_run_here() -> None:
-    """Raise RuntimeError if Inductor runs graph passes in another process.
-
-    Our passes would silently not run there.
-    """
+    """Raise RuntimeError if Inductor runs graph passes in another process."""
+    # Our passes would silently not run there.
     compile_fx = sys.modules.get("torch._inductor.compile_fx")
     if getattr(getattr(compile_fx, "fx_compile_mode", None), "name", None) == "SUBPROCESS":
         raise RuntimeError(
@@ -111,8 +101,8 @@ def compile_inductor(
         prefetch: depth of torch's overlap scheduling, if it is on and has no depth.
         meshes: see :func:`.watched_caches`.
         extend: changes the forward and backward graphs; returns fake tensors for inputs that it has
-            added, and what gives the compiled graph their values. AOTAutograd's cache is off then,
-            since it would load graphs without these changes.
+            added, and a wrapper that adds their values. AOTAutograd's cache is off then, since it
+            would load graphs without these changes.
         check: wraps each compiled graph, inside of ``extend``'s wrapper; the cache is off, too.
     """
     with private_torch():
@@ -230,11 +220,7 @@ _MOST = 64  # ranks' parts in one kernel: a kernel for 512 ranks took a minute t
 
 
 def lower_sum(target: Any) -> None:
-    """Lower a sum in rank order to one Inductor kernel per 64 ranks.
-
-    A kernel reads each rank's part once, adds in rank order in registers and writes the sum. Later
-    kernels continue with the sum of the ranks before. Does nothing unless Inductor is in use.
-    """
+    """Lower a sum in rank order to one Inductor kernel per 64 ranks, if Inductor is in use."""
     if "torch._inductor.compile_fx" not in sys.modules:
         return
     with private_torch():
@@ -271,6 +257,8 @@ def lower_sum(target: Any) -> None:
 
             return inner
 
+        # A kernel reads each rank's part once and adds in registers. Later kernels continue with
+        # the sum of the ranks before.
         load_before = None
         for first in range(0, ranks, _MOST):
             some = range(first, min(first + _MOST, ranks))

@@ -96,10 +96,8 @@ def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
 
 
 def by_dtype(gradients: Sequence[torch.Tensor]) -> list[int]:
-    """Return places of gradients in the order of ``clip_grad_norm_``'s stack of norms.
-
-    It takes one group of a device and dtype after the other, in the order of a hash table.
-    """
+    """Return places of gradients in the order of ``clip_grad_norm_``'s stack of norms."""
+    # One group of a device and dtype after the other, in the order of a hash table.
     with private_torch():
         from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped
     groups = grouped([list(gradients)], with_indices=True)

@@ -23,16 +23,13 @@ def compiles_for_all_ranks() -> bool:
 
 
 def group_places() -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and this rank's place (-1 if outside) of all process groups, sorted.
-
-    Names and places, which differ between ranks, are left out if one rank compiles for all.
-    """
+    """Return name, size and this rank's place (-1 if outside) of all process groups, sorted."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
     with private_torch():
         from torch.distributed.distributed_c10d import _world
 
-    for_all = compiles_for_all_ranks()
+    for_all = compiles_for_all_ranks()  # names and places differ between ranks
     return tuple(
         sorted(
             ("", group.size(), -1) if for_all else (name, group.size(), group.rank())

@@ -72,11 +72,7 @@ def depends_on_data(size: Any) -> bool:
 def size_with(size: Any, number_of: Callable[[Any, Any], int]) -> int:
     """Evaluate an ``int`` or a ``SymInt`` with a number for each unbacked symbol.
 
-    Args:
-        number_of: called with symbol and ``ShapeEnv``.
-
-    Raises:
-        ArithmeticError: the value is not finite.
+    ``number_of`` gets symbol and ``ShapeEnv``. An infinite value is an ``ArithmeticError``.
     """
     if isinstance(size, int):
         return size

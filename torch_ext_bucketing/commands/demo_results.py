@@ -20,7 +20,7 @@ class Settings:
     """Options of the demo; a field without a text is not an option of the command.
 
     ``batch`` is in sequences per rank and step, ``seq`` in tokens (bytes). ``channels`` and
-    ``chunk_bytes`` configure the ring simulator. A value out of range is a ValueError.
+    ``chunk_bytes`` configure the ring simulator.
     """
 
     ranks: int = option(4, "processes to start")

@@ -1,4 +1,4 @@
-"""The command ``torchrun ... -m torch_ext_bucketing measure``."""
+"""Run ``torchrun ... -m torch_ext_bucketing measure``."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ class Status:
     Attributes:
         state: ``"in memory"`` if ``install()`` serves them; ``"native"`` if torch's own files have
             them, from upstream or from ``git apply``; else ``"none"``.
-        torch_version: the version of the installed torch.
         series: the patch series in use, such as ``"2.15"``; ``None`` unless in memory.
     """
 
@@ -67,11 +66,7 @@ class PatchedFinder(importlib.abc.MetaPathFinder):
 
 
 class PatchedLoader(importlib.machinery.SourceFileLoader):
-    """Load one module from patched source.
-
-    The loader reads and writes neither the file on disk nor its ``.pyc``, which belongs to the
-    original.
-    """
+    """Load one module from patched source, without the original's file and ``.pyc``."""
 
     def __init__(self, fullname: str, path: str, source: bytes) -> None:
         super().__init__(fullname, path)
@@ -161,12 +156,10 @@ def _install(tree: TorchTree) -> Status:
 
 
 def _add_digest(sources: Mapping[str, bytes]) -> bytes:
-    """Return the config module's source with one more entry, a digest of all patched sources.
-
-    Keys of Inductor's graph caches contain the config and a hash of torch's files on disk, which
-    are not the sources that run here. Without the entry, a graph compiled under another series
-    would hit.
-    """
+    """Return the config module's source with one more entry, a digest of all patched sources."""
+    # Keys of Inductor's graph caches contain the config and a hash of torch's files on disk, which
+    # are not the sources that run here. Without the entry, a graph compiled under another series
+    # would hit.
     digests = (f"{path} {hashlib.sha256(s).hexdigest()}\n" for path, s in sorted(sources.items()))
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()
     head, call, tail = sources[CONFIG_PATH].rpartition(b"\ninstall_config_module(")
@@ -195,11 +188,7 @@ def _refuse_early(finder: PatchedFinder) -> None:
 
 
 def _add_entries(module: ModuleType, before: bytes, after: bytes) -> None:
-    """Add the patched source's new entries to the live config module.
-
-    Raises:
-        ImportedTooEarlyError: the patch also changes or removes lines; nothing was changed.
-    """
+    """Add the patched source's new entries to the live config module, or change nothing."""
     rest = iter(split_lines(after))
     if not all(line in rest for line in split_lines(before)):
         raise ImportedTooEarlyError(

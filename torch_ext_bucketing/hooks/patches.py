@@ -23,11 +23,8 @@ _NOT_TEXT = re.compile(rb"(new|deleted) file|(old|new) mode|rename|copy|GIT bina
 class Hunk:
     """One ``@@`` block; lines keep their line ends.
 
-    Attributes:
-        start: number of its first line in the old file, from 1.
-        before: context and removed lines.
-        after: context and added lines.
-        trailing_context: number of context lines at its end.
+    ``before`` has context and removed lines, the first with number ``start``, from 1, in the old
+    file; ``after`` has context and added lines.
     """
 
     header: str
@@ -49,12 +46,7 @@ def split_lines(data: bytes) -> list[bytes]:
 def parse_patch(name: str, data: bytes) -> list[FileDiff]:
     """Parse one patch, leaving out changes outside ``torch/``, which are tests.
 
-    Args:
-        name: the patch's name, for messages.
-        data: its bytes.
-
-    Raises:
-        HooksError: the patch is malformed, cut short, or does more to torch than edit text.
+    A malformed patch, or one that does more to torch than edit text, is a ``HooksError``.
     """
     lines = split_lines(data)
     diffs: list[FileDiff] = []
@@ -110,14 +102,9 @@ def apply_patches(
 ) -> dict[str, bytes]:
     """Apply diffs one after the other; several may change the same file.
 
-    Args:
-        read: returns a file's bytes by its path in the repository, ``None`` if it does not exist.
-
-    Returns:
-        The new bytes by path, in the order of the diffs that first touch them.
-
-    Raises:
-        PatchDoesNotApplyError: lists every hunk that failed, not just the first.
+    ``read`` returns a file's bytes by its path in the repository, ``None`` if it does not exist.
+    Returns new bytes by path, in the order of the diffs that first touch them. A
+    ``PatchDoesNotApplyError`` lists every hunk that failed, not just the first.
     """
     files: dict[str, bytes] = {}
     failures: list[str] = []

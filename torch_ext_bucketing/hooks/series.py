@@ -41,11 +41,7 @@ class Series:
 
     @cached_property
     def diffs(self) -> tuple[FileDiff, ...]:
-        """Parse the changes to ``torch/`` of all patches, in order.
-
-        Raises:
-            HooksError: a patch is malformed.
-        """
+        """Parse the changes to ``torch/`` of all patches, in order."""
         # 0000 is the cover letter, which has no diff.
         paths = sorted(self.folder.glob("[0-9][0-9][0-9][0-9]-*.patch"))
         patches = [p for p in paths if not p.name.startswith("0000")]
@@ -73,11 +69,7 @@ def list_series() -> list[Series]:
 
 
 def choose_series(version: str) -> Series:
-    """Choose the series of this torch's minor version; for a torch newer than all, the newest.
-
-    Raises:
-        HooksError: this torch has no series; the message names the versions that have one.
-    """
+    """Choose the series of this torch's minor version; for a torch newer than all, the newest."""
     wanted = _minor(version)
     every = list_series()
     # A nightly is ahead of the newest series; most of the time that one still applies.
@@ -111,12 +103,7 @@ class TorchTree:
 
 
 def find_torch() -> TorchTree:
-    """Find the torch that ``import torch`` gives, without importing it.
-
-    Raises:
-        ModuleNotFoundError: torch is not installed.
-        HooksError: its ``version.py`` has no version.
-    """
+    """Find the torch that ``import torch`` gives, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")

@@ -62,7 +62,7 @@ def this_environment() -> str:
 
 
 class _FailedError(Exception):
-    """Carry the exchange that failed. Its ``bad`` key has the reason."""
+    """Carry the exchange that failed, whose ``bad`` key has the reason."""
 
 
 @dataclass
@@ -177,7 +177,7 @@ def run_all(exchanges: Sequence[Exchange]) -> None:
 
 
 def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
-    """Return what to raise on this rank, once the others know."""
+    """Return the error of this rank, once the others know it; None if all agree."""
     try:
         # Arrive everywhere before waiting anywhere, so that no two ranks wait for each other.
         for exchange in exchanges:
@@ -220,19 +220,12 @@ def poll(done: Callable[[], bool], deadline: float = math.inf) -> None:
 
 
 def agree(graph: fx.GraphModule | fx.Graph, timeout: timedelta | None = None) -> None:
-    """Compare a graph's launches with the other ranks now.
+    """Compare a graph's launches with the other ranks now; the graph is bucketed and scheduled.
 
     For graphs that are compiled without a backend of this package; :func:`.backend` compares by
-    itself. Every rank must call it for its graphs in the same order.
-
-    Args:
-        graph: after bucketing and scheduling.
-        timeout: how long to wait for other ranks; None takes each process group's own timeout.
-
-    Raises:
-        PlanMismatchError: on every rank.
-        RankMissingError: a rank did not arrive in time.
-        AgreementError: the store can't be reached.
+    itself. Every rank must call it for its graphs in the same order. ``timeout``: how long to wait
+    for other ranks; None takes each process group's own timeout. A ``PlanMismatchError`` comes on
+    every rank, a ``RankMissingError`` where a rank is late.
     """
     g = graph_of(graph)
     agree_on_launches(launches_of(g, stage_of(g)), timeout, fresh=True)
@@ -277,7 +270,7 @@ def agree_on_launches(
 ) -> None:
     """Compare ``launches`` with the other ranks of their groups, once per process.
 
-    With ``fresh`` compare again, and forget what was agreed on before.
+    With ``fresh`` compare again, and forget the earlier agreements.
     """
     agreed, digest = _agreed(), launches.digest()
     if digest in agreed.digests and not fresh:

@@ -46,12 +46,9 @@ class Member(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One collective, its members in payload order, none if it serves no parameter.
+    """One collective, its members in payload order, none if it serves no parameter."""
 
-    ``kind`` is the operator's name for collectives that are never bucketed.
-    """
-
-    kind: str
+    kind: str  # the operator's name for collectives that are never bucketed
     reduce_op: str | None
     dtype: str
     bucketed: bool
@@ -91,14 +88,11 @@ class GroupLaunches(NamedTuple):
 
 
 class GraphLaunches(NamedTuple):
-    """One graph's launches by process group, in the order of the groups' first collectives.
-
-    ``planned_with`` describes the times and size hints that the order was planned with.
-    """
+    """One graph's launches by process group, in the order of the groups' first collectives."""
 
     stage: str
     groups: tuple[GroupLaunches, ...]
-    planned_with: str = ""
+    planned_with: str = ""  # times and size hints that the order was planned with
 
     def encode(self) -> str:
         """Encode as text without spaces or quotes, for an argument in a graph."""
@@ -119,10 +113,8 @@ class GraphLaunches(NamedTuple):
 def launches_of(
     graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), planned_with: str = ""
 ) -> GraphLaunches:
-    """Read the launches of a graph as it will run.
-
-    ``buckets`` give the members' bytes, by node name. Other buckets have only members' FQNs.
-    """
+    """Read the launches of a graph as it will run; ``buckets`` give members' bytes."""
+    # Other buckets, such as torch's, have only members' FQNs.
     known = {bucket.node: bucket for bucket in buckets}
     groups: dict[str, list[Launch]] = {}
     for node in graph.nodes:

@@ -52,14 +52,13 @@ def compare(
 ) -> Comparison:
     """Train a model as eager FSDP2 and compiled on CPU ranks, and find why weights differ.
 
+    A ``TargetError`` means that ``build`` can't be imported or trained, a ``RankError`` that a rank
+    failed or was too slow.
+
     Args:
         build: returns the model and its inputs; see :class:`.Options`.
         progress: called with lines of text.
-        options: other fields of :class:`.Options`, which raises its ``ValueError``.
-
-    Raises:
-        TargetError: ``build`` can't be imported or raises, or its result can't be trained.
-        RankError: a rank failed or was too slow.
+        options: other fields of :class:`.Options`.
     """
     return _compare(Options(build, **options), progress)
 

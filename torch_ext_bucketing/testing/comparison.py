@@ -40,9 +40,6 @@ class Options:
         steps: AdamW steps. Both trainings draw the same random numbers (dropout) in a step.
         param_dtype: dtype of gathers as in FSDP2's ``MixedPrecisionPolicy``, or its name;
             ``reduce_dtype`` likewise. None keeps each parameter's dtype.
-
-    Raises:
-        ValueError: a value is out of range. The message begins with the option's name.
     """
 
     build: Callable[[], Any] | str
@@ -86,7 +83,6 @@ class Comparison(Report):
 
     Args:
         equal: whether all weights have the same bits after every step, on every rank.
-        steps: number of steps requested.
         first_step: the first step after which weights differ, from 1, or None.
         parameters: parameters whose gradients differ in that step, in the order of backward.
         causes: in the order of the experiments; empty if all is equal.

@@ -2,7 +2,7 @@
 
 All compute the gradients of one step from the same weights. Experiments on one rank, rank 0 with
 its inputs, are about the model and its compiler. Experiments on all ranks change the passes, one by
-one, to what eager FSDP2 does.
+one, to those that do as eager FSDP2.
 """
 
 from __future__ import annotations
@@ -205,10 +205,8 @@ def _activations(search: _Search) -> Iterator[Cause]:
 
 
 def _first_module(search: _Search, ways: tuple[str, str]) -> str:
-    """Find the first innermost module whose outputs or gradients differ between two ways.
-
-    Each module is called by itself, with the arguments of its first call in the model.
-    """
+    """Find the first innermost module whose outputs or gradients differ between two ways."""
+    # Each module is called by itself, with the arguments of its first call in the model.
     calls: dict[str, tuple[nn.Module, Any]] = {}
 
     def note(name: str, module: nn.Module, args: Any, keywords: Any) -> None:

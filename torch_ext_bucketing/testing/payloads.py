@@ -1,7 +1,4 @@
-"""Compare the payloads of eager FSDP2's collectives with those of compiled graphs.
-
-torch is not imported here.
-"""
+"""Compare payloads of eager FSDP2's collectives with those of compiled graphs, without torch."""
 
 from __future__ import annotations
 
@@ -53,12 +50,8 @@ def fsdp_payloads(
 
     A rank's part has each parameter's shard, padded to rank 0's rows (``all_gather_copy_in``, and
     ``chunk_cat`` in ``foreach_reduce``). Frozen parameters are only gathered. HSDP all-reduces the
-    reduce-scatter's output.
-
-    Args:
-        model: after ``fully_shard``, with the param groups in ``order``.
-        shards: ranks that share a parameter, in ``replicas`` groups.
-        gathered: bytes per rank of each tensor that a parameter with an all-gather extension sends.
+    reduce-scatter's output. ``shards`` ranks share a parameter, in ``replicas`` groups.
+    ``gathered``: bytes per rank of each tensor that a parameter with an all-gather extension sends.
     """
     from ..fqns import canonical_fqn
 
@@ -94,11 +87,7 @@ def bucket_payloads(buckets: Iterable[BucketReport]) -> list[Payload]:
 
 
 def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list[str]:
-    """Describe payloads that only ``run``, or only eager FSDP2 has.
-
-    Payloads must be equal byte by byte. One with a single member may be missing: it needs no
-    bucket.
-    """
+    """Describe payloads that only ``run``, or only eager FSDP2 has, compared byte by byte."""
     known = {p.key: p for p in eager}
     texts = []
     for payload in run:
@@ -115,6 +104,7 @@ def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list
                 f"bytes), eager has {eagers.fqn} at byte {eagers.offset} ({eagers.nbytes} bytes)"
             )
     missing = known.keys() - {payload.key for payload in run}
+    # One with a single member may be missing: it needs no bucket.
     for kind, members in ((p.kind, p.members) for p in eager if p.key in missing):
         if len(members) > 1:
             texts.append(

@@ -50,9 +50,7 @@ class RanksTimedOut(RankError):
 class Rank:
     """One rank of a run, the first argument of its function.
 
-    Attributes:
-        store_path: for a ``torch.distributed.FileStore`` of this run.
-        timeout: the run's time limit, for process groups.
+    ``store_path`` is for a ``torch.distributed.FileStore``, ``timeout`` for process groups.
     """
 
     rank: int
@@ -88,21 +86,16 @@ def run_ranks(
 ) -> list[T]:
     """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank.
 
-    All processes of the ranks have then ended, with their children.
+    All processes of the ranks have then ended, with their children. A ``RankError`` means that a
+    rank raised or died, or an import of :func:`preload` failed.
 
     Args:
         function: importable by name. It takes a :class:`Rank` and ``args``, and returns something
             picklable.
-        args: picklable.
-        timeout_s: limit in seconds for the whole run, imports included.
+        timeout_s: limit in seconds for the whole run, imports included (:class:`RanksTimedOut`).
         environment: more environment variables for the ranks, which have one OpenMP and MKL thread.
         on_message: called in this process with ``(rank, message)`` for each :meth:`Rank.send`. Its
             exceptions end the ranks and reach the caller.
-
-    Raises:
-        RankError: a rank raised or died, or an import of :func:`preload` failed.
-        RanksTimedOut: ``timeout_s`` passed.
-        ValueError: ``world_size`` or ``timeout_s`` is not positive.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -286,11 +279,9 @@ def _rank_main(
 
 
 def _start_watcher() -> None:
-    """Fork a process that ends this rank's process group when the caller is gone.
-
-    This process must not have threads yet.
-    """
-    # Not a thread: it could not act while another one hangs with the interpreter's lock.
+    """Fork a process that ends this rank's process group when the caller is gone."""
+    # Forking is safe: this process has no threads yet. A thread could not act while another one
+    # hangs with the interpreter's lock.
     caller = multiprocessing.parent_process()
     assert caller is not None
     group = os.getpid()

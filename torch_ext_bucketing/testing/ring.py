@@ -372,12 +372,7 @@ def init_ring_process_group(
 ) -> None:
     """Call ``dist.init_process_group`` with the ring backend for all groups.
 
-    Args:
-        store: or ``init_method``: as for ``dist.init_process_group``. With neither, ``env://``.
-        topology: all ranks on one node if ``None``, even if another was registered.
-
-    Raises:
-        ValueError: the world does not fill whole nodes.
+    Without ``topology``, all ranks are on one node, even if another one was registered.
     """
     topology = topology or RingTopology(ranks_per_node=world_size)
     topology.nodes_of(world_size)
@@ -425,10 +420,7 @@ def ring_rank(
 def on_ranks(
     function: Callable[..., T], *args: object, world: int = 2, timeout_s: float = 240
 ) -> list[T]:
-    """Call :func:`.run_ranks` on ``world`` ranks of one ring group, all on one node.
-
-    ``function`` gets the rank's number instead of a :class:`.Rank`.
-    """
+    """Call ``function``, with the rank's number, on ``world`` ranks of one ring group on a node."""
     return run_ranks(_in_group, world, function, args, timeout_s=timeout_s)
 
 

@@ -47,9 +47,6 @@ class RingTopology:
         chunk_bytes: bytes per channel in a row, a multiple of 16. NCCL's Simple protocol takes 2
             MiB: ``NCCL_BUFFSIZE`` (4 MiB) / ``NCCL_STEPS`` (8) per step, 4 steps per chunk. The
             default is smaller, so that parameters of a small model span several channels.
-
-    Raises:
-        ValueError: a number is not a positive integer, or ``chunk_bytes`` not a multiple of 16.
     """
 
     ranks_per_node: int
@@ -136,9 +133,6 @@ def make_reduction(
     AVG follows NCCL (``hostToDevRedOp`` in ``src/enqueue.cc``): floating-point inputs are
     multiplied by ``1 / world_size`` and rounded *before* they are added; integers are added, then
     divided towards zero. PREMUL_SUM multiplies by its factor, floating point only.
-
-    Raises:
-        NotImplementedError: NCCL's rings don't reduce this either. The text begins with ``where``.
     """
     kind = dist.ReduceOp.RedOpType
     name = str(op.name if isinstance(op, kind) else op.op.name)
@@ -181,12 +175,9 @@ def ring_sums(
 ) -> Tensor:
     """Add the contributions of a group's ranks, each element in the order of its ring.
 
-    Args:
-        parts: ``[n, sums, count]``, the contribution of each of ``n`` group ranks to each sum.
-        ends: the group rank that each sum of a reduce-scatter ends on; None for an all-reduce.
-
-    Returns:
-        ``[sums, count]``, a new tensor of the dtype of ``parts``.
+    ``parts`` is ``[n, sums, count]``, the contribution of each of ``n`` group ranks to each sum;
+    the result is ``[sums, count]``, a new tensor. ``ends``: the group rank that each sum of a
+    reduce-scatter ends on; None for an all-reduce.
     """
     n, sums, count = parts.shape
     size = topology.chunk_bytes // parts.dtype.itemsize
@@ -217,12 +208,9 @@ def simulate_reduce_scatter(
 ) -> list[Tensor]:
     """Compute each rank's result of ``reduce_scatter_tensor`` without a process group.
 
-    Results are views of one buffer, bit for bit those of a ring group of real ranks.
-
-    Args:
-        inputs: one tensor per group rank, all of one shape ``[n * d0, ...]`` and dtype.
-        group_ranks: global ranks in group order; ``range(len(inputs))`` if ``None``.
-        op: see :func:`make_reduction`.
+    Results are views of one buffer, bit for bit those of a ring group of real ranks. ``inputs`` has
+    a tensor per group rank, all of one shape ``[n * d0, ...]`` and dtype. ``group_ranks``: global
+    ranks in group order.
     """
     n, shape = len(inputs), inputs[0].shape
     reduction = make_reduction(op, inputs[0].dtype, n, "simulate_reduce_scatter")

@@ -1,7 +1,4 @@
-"""Make byte-level tokens of about a megabyte of text that every Python ships.
-
-Sources are ``pydoc``'s help topics and modules of the standard library.
-"""
+"""Make byte-level tokens of about a megabyte of text that every Python ships."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ def corpus() -> bytes:
 def batch(
     step: int, rank: int, *, size: int, seq: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and next-byte targets of one rank's step, ``[size, seq]`` int64 on the CPU.
-
-    They depend on the arguments only. Windows are drawn with replacement, separately per rank.
-    """
+    """Return inputs and next-byte targets of one rank's step, ``[size, seq]`` int64 on the CPU."""
     text = corpus()
     generator = torch.Generator().manual_seed((seed << 40) ^ (step << 16) ^ rank)
     starts = torch.randint(len(text) - seq - 1, (size,), generator=generator).tolist()

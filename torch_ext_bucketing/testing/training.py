@@ -1,12 +1,10 @@
-"""Define a LLaMA-style decoder for CPU ranks.
+"""Define a LLaMA-style decoder for CPU ranks, and train it.
 
 :class:`Attention` (a logit scale per query head) and :class:`Block` (a layer scale per branch) own
 a parameter *and* have children, where naive parameter orders go wrong.
 
 Every operator lowers to the same ATen calls in eager and under AOTAutograd, so a backend that
 replays the graph gives eager's bits. Therefore RMSNorm is written out.
-
-Train with a digest of the weights per step, and count collectives.
 """
 
 from __future__ import annotations

@@ -41,12 +41,8 @@ Hashes = dict[str, str]
 class Trial:
     """The model of ``options.build`` on one rank. All ranks call the same methods.
 
-    Attributes:
-        state: weights and buffers that each copy of the model starts from.
-        units: modules of each ``fully_shard`` call.
-
-    Raises:
-        TargetError: the model can't be trained.
+    Copies of the model start from weights and buffers in ``state``; ``units`` are the modules of
+    each ``fully_shard`` call.
     """
 
     def __init__(self, rank: Rank, options: Options) -> None:
@@ -123,10 +119,7 @@ class Trial:
     def ours(
         self, passes: Passes | None = None, compiler: Backend | None = None
     ) -> tuple[nn.Module, BucketingBackend, Run]:
-        """Copy, shard and compile the model; return it, the backend, and the compiled callable.
-
-        ``passes`` and ``compiler`` default to the options'.
-        """
+        """Copy, shard and compile the model; return it, the backend, and the compiled callable."""
         options = self.options
         model = self.copy()
         if options.shard is not None:

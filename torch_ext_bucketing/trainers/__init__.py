@@ -1,1 +1,1 @@
-"""This package in trainers of others, one module each; each imports its trainer."""
+"""Run this package in trainers of others, one module each; each imports its trainer."""

@@ -42,12 +42,8 @@ def pass_pipeline(memory: PeakMemory | None = None, *, optimizer: bool = False) 
             :func:`.recipe`. None: every stage's parameters are gathered once per step.
         optimizer: clip and update in the graph, with torchtitan's optimizers and ``max_norm`` as
             configured (:mod:`.torchtitan_step`). If no graph can update with one of the optimizers,
-            a warning names it, and torchtitan clips and updates.
-
-    Raises:
-        ValueError: ``memory`` is a ratio. When the trainer starts: ``memory`` without pipeline
-            parallelism, or below shards, gradients and optimizer state; ``optimizer`` with it, or
-            with CUDA graphs.
+            a warning names it, and torchtitan clips and updates. Not with ``memory``, pipeline
+            stages or CUDA graphs.
     """
     if memory is not None and memory.gib is None:
         raise ValueError(f"the bound of a pipeline's stages is in GiB, got {memory!r}")
@@ -80,11 +76,7 @@ def pass_pipeline(memory: PeakMemory | None = None, *, optimizer: bool = False) 
 def graph_passes(
     traced: Any, config: Any, *, parallel_dims: Any = None
 ) -> list[Callable[..., Any]]:
-    """Return torchtitan's default graph passes for a traced step, with ours for its bucketing.
-
-    Raises:
-        ValueError: no trainer has started with this config, or torchtitan's list has no bucketing.
-    """
+    """Return torchtitan's default graph passes for a traced step, with ours for its bucketing."""
     trainer = _trainers.get(id(config))
     parts: list[Any] = getattr(trainer, "model_parts", [])
     if len(parts) != 1:

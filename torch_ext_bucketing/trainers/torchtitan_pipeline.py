@@ -183,10 +183,7 @@ class _Released:
 
 @dataclass(frozen=True)
 class _ReleasedPair:
-    """The graph of a forward and a backward that overlap (``GraphPPOverlapGraphs``).
-
-    Their stages may be :class:`_Released`.
-    """
+    """The graph of a forward and a backward that overlap (``GraphPPOverlapGraphs``)."""
 
     theirs: Any
     forward: Any

@@ -33,11 +33,7 @@ GraphFunction = Callable[..., fx.GraphModule]
 
 
 def check_trainer(trainer: Any) -> bool:
-    """Return whether a trainer's optimizers can be in the graph; warn if not.
-
-    Raises:
-        ValueError: its config has pipeline stages or CUDA graphs.
-    """
+    """Return whether a trainer's optimizers can be in the graph; warn if not."""
     if trainer.parallel_dims.pp_enabled:
         raise ValueError(
             "pass_pipeline(optimizer=True) needs the whole step in one graph, and pipeline "
@@ -89,10 +85,7 @@ class StepInGraph:
     def passes(
         self, ours: Sequence[GraphPass], after: Sequence[GraphFunction], fuses: bool
     ) -> list[Any]:
-        """Return graph passes in the place of ours and of the passes ``after`` it.
-
-        ``fuses``: see :func:`.whole_step_pass`.
-        """
+        """Return graph passes in the place of ours and of the passes ``after`` it."""
 
         def copy_for_microbatches_pass(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
             if self.microbatches > 1:

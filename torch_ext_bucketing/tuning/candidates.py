@@ -1,4 +1,4 @@
-"""The candidates to start from, for a model."""
+"""Make the candidates to start from, for a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def candidates(
     memory: PeakMemory | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, BucketingBackend]:
-    """Return plans that differ in buckets and order, for :func:`.tune`.
+    """Return plans that differ in buckets and order, for :func:`.tune`; options as :func:`.recipe`.
 
     - ``"estimate"``: those of ``recipe(model, "speed")``;
     - ``"units"``, ``"cap"``: buckets of FSDP2's units, or up to 25 MiB, in an order that overlaps,
@@ -61,10 +61,6 @@ def candidates(
     All give the model eager FSDP2's collectives first and gather the same parameters again for
     backward. With ``reduce`` all give the same bits. Without transformer blocks and ``units`` those
     by unit are left out.
-
-    Args:
-        model: see :func:`.recipe`, also for the options.
-        compiler: see :func:`.backend`.
     """
     options: dict[str, Any] = {"machine": machine, "reduce": reduce, "memory": memory}
     options |= {"optimizer": optimizer}

@@ -1,7 +1,7 @@
 """Choose among candidates by the steps that all ranks measured, and keep the choice.
 
-The choice lies in the folder of Inductor's caches for later starts. It is found by everything that
-it depends on: the graph and its inputs, the candidates, the bound, the machine, the process groups,
+The choice lies in the folder of Inductor's caches for later starts. Its key has everything that it
+depends on: the graph and its inputs, the candidates, the bound, the machine, the process groups,
 torch and this package.
 """
 
@@ -39,14 +39,14 @@ class CandidateReport(Record):
     Args:
         step_ms: of whole steps.
         graphs_ms: until the optimizer begins: forward, loss and backward.
-        peak_bytes: most that a rank held in a step, by the device's allocator; on CPU the
-            process's resident memory.
+        peak_bytes: most that a rank held in a step, by the device's allocator; on CPU the process's
+            resident memory.
         fits: whether that is within the bound.
-        relative: median of its steps, each over the median of all candidates in the same round;
-            the choice is made by it.
         estimated_ms: the cost model's time of the graphs; None: not estimated.
         estimated_bytes: its peak of live bytes of the larger graph.
         corrected_ms: the estimate with the report's factors.
+        relative: median of its steps, each over the median of all candidates in the same round; the
+            choice is made by it.
     """
 
     name: str
@@ -68,11 +68,10 @@ class TuneReport(Report):
         chosen: name of the candidate that was kept.
         candidates: in the given order.
         steps: measured steps of the chosen one; those that were not close have fewer.
-        ranks: number of ranks.
-        bound_bytes: the bound on what a rank holds; None: none.
+        bound_bytes: the bound on a rank's memory; None: none.
         bits_depend: whether another choice gives other bits.
-        factors: by what the measured steps correct times of the cost model's machine, by kind of
-            collective and for ``"kernel"``; empty without estimates.
+        factors: corrections of the cost model's times by the measured steps, by kind of collective
+            and for ``"kernel"``; empty without estimates.
         from_cache: whether an earlier run's choice was taken without measuring.
     """
 
@@ -147,11 +146,9 @@ def combine(
     """Combine the ranks' figures, alike on every rank.
 
     A step takes as long as on its slowest rank, and the median over the steps counts. To compare
-    candidates, each step is divided by the median of its round, because a machine's speed may
-    drift. Times are infinite if in each step some rank compiled.
-
-    Args:
-        compared: candidates that took all rounds, which divide; by default all.
+    candidates, each step is divided by the median of its round (of candidates ``compared``, which
+    took all rounds; by default all), because a machine's speed may drift. Times are infinite if in
+    each step some rank compiled.
     """
     steps = {
         name: [
@@ -178,10 +175,7 @@ def combine(
 
 
 def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
-    """Return the fastest candidate that fits, else the candidate that needs least memory.
-
-    Of equal ones the first.
-    """
+    """Return the fastest candidate that fits, else the one that needs least memory."""
     fitting = [c for c in candidates if c.fits]
     if fitting:
         return min(fitting, key=lambda c: c.relative)
@@ -219,15 +213,9 @@ _PULL = 1e-4
 
 
 def fit_factors(measured: Sequence[Measured]) -> dict[str, float]:
-    """Find one factor per kind that brings estimates near measured times.
+    """Find one factor per kind, kernels included, that brings estimates near measured times.
 
-    The sum of squared errors is minimized, in logarithms. A factor for all kinds comes first, then
-    a grid around it, then steps of 1.2 to 1.01.
-
-    Returns:
-        The factors of collectives by kind and of kernels (:data:`KERNEL`), which
-        :meth:`.Machine.corrected` takes. Kinds that no graph has are left out, so a machine keeps
-        their times. Empty if ``measured`` is.
+    Kinds that no graph has are left out, so a machine keeps their times.
     """
     busy = sorted({kind for es, _ in measured for e in es for kind in e.busy_ms})
     if not measured or any(sum(e.step_ms for e in es) <= 0 for es, _ in measured):
@@ -246,7 +234,8 @@ def fit_factors(measured: Sequence[Measured]) -> dict[str, float]:
         tried = ({k: factors[k] * by for k, by in zip(factors, m, strict=True)} for m in moves)
         return min(tried, key=error)
 
-    # From a grid on: the error has several minima.
+    # Squared errors of logarithms: a grid around the common factor first, since the error has
+    # several minima, then ever smaller steps.
     factors = moved([2.0 ** (i / 2) for i in (0, -1, 1, -2, 2, -3, 3)])
     for by in (1.2, 1.05, 1.01):
         while (better := moved((1.0, by, 1 / by))) != factors:

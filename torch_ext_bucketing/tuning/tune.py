@@ -1,4 +1,4 @@
-"""A backend that measures several plans in the first steps of a training, and keeps the fastest.
+"""Measure several plans in the first steps of a training, and keep the fastest.
 
 ::
 
@@ -72,25 +72,21 @@ def tune(
     candidates and machine takes it without measuring. A step that compiles something on any rank is
     not counted.
 
+    The backend's ``step`` wraps a training step, ``chosen`` is the kept candidate's name, and
+    ``report`` has the measurements, alike on every rank; both are None until all candidates are
+    measured.
+
     Args:
         model: the sharded model, not compiled yet.
         candidates: backends of ``torch.compile`` by name; None: those of
             :func:`.tuning.candidates.candidates` for Inductor, with ``memory``. All ranks give the
             same.
         steps: measured steps of each candidate; the closest ones get twice as many.
-        memory: a bound on what a rank holds in a step, as the device's allocator counts it (on CPU:
-            resident memory), in ``gib``; None: no bound. If no candidate keeps it, the one that
-            needs least memory is kept, with a ``BoundNotKeptWarning``.
+        memory: a bound on the memory of a rank in a step, as the device's allocator counts it (on
+            CPU: resident memory), in ``gib``; None: no bound. If no candidate keeps it, the one
+            that needs least memory is kept, with a ``BoundNotKeptWarning``.
         timeout: how long a rank waits for the others before a step and before the optimizer, their
             compile times included; None: the default process group's timeout.
-
-    Returns:
-        The backend. Its ``step`` wraps a training step, ``chosen`` is the kept candidate's name,
-        and ``report`` has the measurements, alike on every rank; both are None until all candidates
-        are measured.
-
-    Raises:
-        ValueError: no candidates, ``steps`` below 1, or ``memory`` without ``gib``.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -106,12 +102,7 @@ def tune(
 
 
 class Tuner:
-    """A backend that measures candidates; see :func:`tune`, which makes it.
-
-    Attributes:
-        chosen: name of the candidate that is kept; None until all are measured.
-        report: the measurements, alike on every rank; None until then.
-    """
+    """Compile and measure candidates; :func:`tune` makes it, and has the attributes."""
 
     def __init__(
         self,
@@ -161,12 +152,9 @@ class Tuner:
     def step(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap a whole training step, the optimizer's included, to be measured until the choice.
 
-        Every rank calls it for every step. ``function`` is called once per call.
-
-        Raises:
-            TuningError: from the wrapped function, until the choice: a rank failed, or came late.
-                The ranks have the weights of the last step that all of them have taken, if an
-                optimizer of ``torch.optim`` takes it.
+        Every rank calls it for every step. ``function`` is called once per call. Until the choice,
+        a ``TuningError`` means that a rank failed or came late. The ranks have the weights of the
+        last step that all of them have taken, if an optimizer of ``torch.optim`` takes it.
         """
 
         @functools.wraps(function)
@@ -290,10 +278,7 @@ class Tuner:
 
 @dataclass
 class Meter:
-    """A clock that waits for the device, and its peak of allocated bytes.
-
-    On CPU the peak is that of the process's resident memory, on Linux; elsewhere it is 0.
-    """
+    """A clock that waits for the device, and its peak of allocated bytes."""
 
     device: torch.device
 
