@@ -27,7 +27,7 @@ from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.training import Trained
+from torch_ext_bucketing.testing.training import TrainingRecord
 
 SEQ, BATCH = 32, 2
 
@@ -195,7 +195,7 @@ class TitanRuns(Runs):
         """Sum this rank's losses; each tensor-parallel rank has a part of the vocabulary."""
         return cross_entropy_loss(pred, targets, global_vocab_size=self.vocab)
 
-    def train(self, *args: Any, **options: Any) -> Trained:
+    def train(self, *args: Any, **options: Any) -> TrainingRecord:
         with self.context():
             return super().train(*args, **options)
 
@@ -207,7 +207,7 @@ class TitanStepRuns(TitanRuns, StepRuns):
         parameters, ep = list(eager.parameters()), self.dims.ep_enabled
         return utils.clip_grad_norm_(parameters, self.row.max_norm, foreach=True, ep_enabled=ep)
 
-    def run(self, *args: Any, **options: Any) -> Trained:
+    def run(self, *args: Any, **options: Any) -> TrainingRecord:
         torch._dynamo.config.capture_scalar_outputs = True  # tokens per expert
         with self.context():
             return super().run(*args, **options)

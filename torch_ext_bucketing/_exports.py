@@ -1,4 +1,4 @@
-"""Export names lazily, so that importing a package imports only what is used."""
+"""Export names lazily, so that importing a package imports only the names in use."""
 
 from __future__ import annotations
 

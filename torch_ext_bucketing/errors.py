@@ -71,7 +71,7 @@ class PassOrderError(ValueError):
 
 
 class HooksError(BucketingError):
-    """The hooks could not be installed in torch; the message lists what was changed."""
+    """The hooks could not be installed in torch; the message lists the changes."""
 
 
 class PatchDoesNotApplyError(HooksError):

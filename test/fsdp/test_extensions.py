@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.nodes import group_size, kind_of
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.testing.comparison import Comparison, Options
+from torch_ext_bucketing.testing.comparison import CompareOptions, Comparison
 from torch_ext_bucketing.testing.experiments import compare_on_rank
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
@@ -75,7 +75,7 @@ def _compared(
                     else:
                         yield one
 
-            chosen = Options(
+            chosen = CompareOptions(
                 build, lambda m, p=passes: list(p(m)), replicas=replicas, steps=2, **DTYPES
             )
             compared = compare_on_rank(rank, chosen)

@@ -16,7 +16,7 @@ from sharded_models import shard_by_parametrization
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.testing import compare_cli
-from torch_ext_bucketing.testing.comparison import Comparison, Options
+from torch_ext_bucketing.testing.comparison import CompareOptions, Comparison
 from torch_ext_bucketing.testing.experiments import compare_on_rank
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
@@ -96,7 +96,7 @@ def compare_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Comparison]:
     random.seed(rank.rank)
     with ring_rank(rank, RingTopology(ranks_per_node=1, chunk_bytes=64)):
         for name, case in cases.items():
-            options = Options(**case, ranks=rank.world_size, nodes=rank.world_size, steps=2)
+            options = CompareOptions(**case, ranks=rank.world_size, nodes=rank.world_size, steps=2)
             found[name] = compare_on_rank(rank, options)
     return found
 
@@ -184,7 +184,7 @@ def messages(rank: Rank) -> list[str]:
     with ring_rank(rank):
         for build in BAD:
             with pytest.raises(TargetError) as caught:
-                compare_on_rank(rank, Options(build, ranks=2, steps=1))
+                compare_on_rank(rank, CompareOptions(build, ranks=2, steps=1))
             found.append(str(caught.value))
     return found
 

@@ -18,11 +18,11 @@ from torch_ext_bucketing.commands.demo_results import (
     RankReport,
     RunRecord,
     Settings,
-    combine,
+    demo_result,
     render,
 )
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.payloads import Member, Payload, layout_differences
+from torch_ext_bucketing.testing.payloads import Payload, Span, layout_differences
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
@@ -59,7 +59,7 @@ def test_the_model_is_a_function_of_its_seed_and_owns_parameters_next_to_childre
 
 
 def _payload(*members: tuple[str, int, int]) -> Payload:
-    return Payload("reduce_scatter", tuple(Member(*member) for member in members))
+    return Payload("reduce_scatter", tuple(Span(*member) for member in members))
 
 
 def test_layout_differences_name_what_lies_elsewhere():
@@ -99,7 +99,7 @@ def test_a_run_that_differs_from_eager_fails_and_says_where():
     settings = Settings(steps=4)
     ranks = _reports(settings, ours=["0", "1", "x", "3"], control=["x"] * 4)
     ranks[0].runs["fsdp_order"].digests[2] = "2"  # equal on rank 0; another rank differs
-    result = combine(settings, ranks)
+    result = demo_result(settings, ranks)
     assert not result["passed"]
     assert result["runs"]["fsdp_order"]["steps_equal_to_eager"] == 3
     assert result["runs"]["fsdp_order"]["first_different_step"] == 3
@@ -112,7 +112,7 @@ def test_a_run_that_differs_from_eager_fails_and_says_where():
 )
 def test_a_control_that_can_not_differ_is_explained(ranks, nodes, message):
     settings = Settings(steps=2, ranks=ranks, nodes=nodes)
-    result = combine(settings, _reports(settings, ours=["0", "1"], control=["0", "1"]))
+    result = demo_result(settings, _reports(settings, ours=["0", "1"], control=["0", "1"]))
     assert result["passed"]
     assert message in render(result)
 

@@ -67,7 +67,9 @@ def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
     return list(_roots)[::-1] if model is None else [model]
 
 
-def model_of(parameter: Any, model: torch.nn.Module | None = None) -> torch.nn.Module | None:
+def registered_model(
+    parameter: Any, model: torch.nn.Module | None = None
+) -> torch.nn.Module | None:
     """Return ``model``, or the model registered last, if it has this parameter; else None."""
     owners = (one for one in _models(model) if any(p is parameter for p in one.parameters()))
     return next(owners, None)
@@ -250,14 +252,14 @@ def compile_variant(
 ) -> Callable[..., Any]:
     """Compile a copy of ``gm`` by a backend of ``torch.compile``, given itself or by name."""
     run: Compiler = lookup_backend(compiler) if isinstance(compiler, str) else compiler
-    # AOTAutograd writes what it finds out about a graph to the context, and reads it again when it
-    # compiles the backward graph, which may be after other variants were compiled.
+    # AOTAutograd writes facts about a graph to the context, and reads them again when it compiles
+    # the backward graph, which may be after other variants were compiled.
     with tracing(copy.copy(TracingContext.try_get())):
         return run(_copy_of(gm), inputs, **kwargs)
 
 
 def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy the nodes of ``gm``, which compilers change; what they refer to is shared."""
+    """Copy the nodes of ``gm``, which compilers change; the modules and tensors are shared."""
     graph, at = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, at))
     for old, new in at.items():

@@ -92,7 +92,7 @@ def compile_inductor(
     extend: Callable[[fx.GraphModule], tuple[list[Any], Wrap]] | None = None,
     check: Wrap | None = None,
 ) -> Callable[..., Any]:
-    """Call Inductor, with our hooks appended to those that the user has set.
+    """Call Inductor, with our hooks appended to the user's.
 
     Args:
         joint: runs on the joint graph; ``post_grad`` on the forward and backward graphs.

@@ -84,7 +84,7 @@ class MuonOfEach(torch.optim.Muon):
 
 
 def matrices_in(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """List matrices, and views of those in stacks, in their order."""
+    """List matrices, those of stacks as views, in order."""
     return [m for t in tensors for m in (t.unbind() if t.dim() == 3 else (t,))]
 
 

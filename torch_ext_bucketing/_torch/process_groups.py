@@ -16,7 +16,7 @@ from . import private_torch
 
 
 def compiles_for_all_ranks() -> bool:
-    """Return torch's ``compile_on_one_rank``: whether other ranks run what this rank compiles."""
+    """Return torch's ``compile_on_one_rank``: whether other ranks run this rank's graphs."""
     # Only in torch.distributed before 2.14.
     on_one = getattr(torch.compiler.config, "compile_on_one_rank", None)
     return bool(torch.distributed.config.compile_on_one_rank if on_one is None else on_one)

@@ -1,1 +1,1 @@
-"""Which collectives are merged, and merging them."""
+"""Plan which collectives are merged, and merge them."""

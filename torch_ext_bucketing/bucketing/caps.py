@@ -29,7 +29,7 @@ from .._torch.estimates import default_cap_mb
 from ..graph.analysis import UNTAGGED, Collective, GraphAnalysis
 from ..graph.edits import reading_only
 from ..graph.nodes import FSDP_KINDS, KINDS, Kind, check_kinds, is_wait
-from ..reports.base import Cause, LeftAlone
+from ..reports.base import LeftAlone, LeftCause
 from ..reports.graph import ClosedBy, Unmerged
 from .contraction import Contraction
 from .plan import Bucket, Groups, MergePlan, check_groups, chosen_groups, left_alone
@@ -221,9 +221,9 @@ def _candidates(
     left: list[LeftAlone] = []
     counts: dict[str, dict[str, int]] = {}
     is_eligible: Callable[[Collective], Any]
-    cause = Cause.OTHER
+    cause = LeftCause.OTHER
     if eligible == "tag":
-        is_eligible, otherwise, cause = (lambda c: c.tag), UNTAGGED, Cause.UNTAGGED
+        is_eligible, otherwise, cause = (lambda c: c.tag), UNTAGGED, LeftCause.UNTAGGED
     elif eligible == "structure":
         ours = fsdp_starts(analysis)
         is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
@@ -306,6 +306,6 @@ def check_caps(cap_mb: CapMb) -> None:
 
 
 def check_cap(cap: Any, what: str) -> None:
-    """Raise a ValueError about ``what`` unless ``cap`` is a positive number."""
+    """Raise a ValueError that names ``what`` unless ``cap`` is a positive number of MiB."""
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
         raise ValueError(f"{what} must be a positive number of MiB, got {cap!r}")

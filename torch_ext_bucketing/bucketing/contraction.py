@@ -33,7 +33,7 @@ _prims = torch.ops.prims
 
 
 @dataclass(slots=True, eq=False)
-class _Bucket:
+class _Contracted:
     """Bit sets of a bucket.
 
     ``reach`` is the starts that the members need, and once the bucket is closed also the members.
@@ -65,9 +65,9 @@ class Contraction:
     def reset(self) -> None:
         """Forget all buckets."""
         self._merged = 0  # members of closed buckets that reach other starts
-        self._bucket_of: dict[int, _Bucket] = {}
-        self._closed: list[_Bucket] = []
-        self._open = _Bucket()
+        self._bucket_of: dict[int, _Contracted] = {}
+        self._closed: list[_Contracted] = []
+        self._open = _Contracted()
 
     def _project(self, analysis: GraphAnalysis) -> None:
         writes = dict.fromkeys(self._writes)
@@ -120,7 +120,7 @@ class Contraction:
         self.close()
         index = self._index[start]
         members, up = self._own(index)
-        self._open = _Bucket(members, *self._closure(up, 0))
+        self._open = _Contracted(members, *self._closure(up, 0))
         self._static = self._up[index]
         self._open_epoch = self._epoch[index]
         self._open_alone = self._alone.get(index)
@@ -132,7 +132,7 @@ class Contraction:
             return False
         bits, up = self._own(index)
         # Starts that the bucket reached stay settled: only the new member's needs are followed.
-        joined = _Bucket(now.members | bits, *self._closure(now.reach | up, now.settled))
+        joined = _Contracted(now.members | bits, *self._closure(now.reach | up, now.settled))
         # A member that another one needs, directly or through buckets, would be its own input.
         if joined.reach & joined.members:
             return False
@@ -161,7 +161,7 @@ class Contraction:
 
     def close(self) -> None:
         """Contract the members of the open bucket to one node."""
-        ended, self._open = self._open, _Bucket()
+        ended, self._open = self._open, _Contracted()
         members = ended.members
         if not members & (members - 1):
             return

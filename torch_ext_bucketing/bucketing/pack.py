@@ -409,7 +409,7 @@ def merge_buckets(
     keys: Mapping[fx.Node, Any] | None = None,
     packed_by: str = GRAPH_ORDER,
 ) -> list[BucketReport]:
-    """Do what :func:`apply_plan` does, with known keys and without restoring the graph on error."""
+    """Apply a plan with known keys, without restoring the graph on error (:func:`apply_plan`)."""
     graph, position = analysis.graph, dict(analysis.position)
     reports = []
     for bucket in plan.buckets:

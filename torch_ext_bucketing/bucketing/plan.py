@@ -16,7 +16,7 @@ from ..fsdp.units import Units
 from ..graph.analysis import UNTAGGED, Collective, GraphAnalysis
 from ..graph.edits import reading_only
 from ..graph.nodes import FSDP_KINDS, KINDS, Kind
-from ..reports.base import Cause, LeftAlone
+from ..reports.base import LeftAlone, LeftCause
 from ..reports.graph import ClosedBy, NotMerged
 from .contraction import Contraction
 
@@ -169,7 +169,7 @@ def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
     return plan
 
 
-def left_alone(c: Collective, reason: str, cause: Cause = Cause.OTHER) -> LeftAlone:
+def left_alone(c: Collective, reason: str, cause: LeftCause = LeftCause.OTHER) -> LeftAlone:
     """Record that a collective is not in any bucket."""
     return LeftAlone(c.fqns, reason, c.start.name, cause=cause)
 
@@ -209,7 +209,7 @@ class ByUnit:
 def _without_unit(c: Collective, unknown: Sequence[str]) -> LeftAlone:
     """Record why no unit has all parameters of a collective."""
     if not c.fqns:
-        return left_alone(c, UNTAGGED, Cause.UNTAGGED)
+        return left_alone(c, UNTAGGED, LeftCause.UNTAGGED)
     if unknown:
         return left_alone(c, f"no unit has {', '.join(unknown)}")
     return left_alone(c, f"its parameters {', '.join(c.fqns)} are in several units")

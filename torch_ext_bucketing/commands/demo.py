@@ -8,7 +8,7 @@ from typing import Any
 
 from ..testing.ranks import Rank, run_ranks, sayer
 from ..testing.target import add_command, add_options, options_of
-from .demo_results import RankReport, Settings, combine, render
+from .demo_results import RankReport, Settings, demo_result, render
 
 _DESCRIPTION = """\
 Train one LLaMA-style model on real text in three ways, side by side, on ranks that this command
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=settings.timeout_s,
         on_message=lambda rank, text: say(text),
     )
-    result = combine(settings, reports)
+    result = demo_result(settings, reports)
     print(render(result))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

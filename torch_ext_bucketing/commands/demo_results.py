@@ -77,7 +77,7 @@ class RankReport:
     torch: str
 
 
-def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
+def demo_result(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
     """Return the demo's result as a JSON-ready dictionary."""
     first = ranks[0]
     hashes = {

@@ -20,7 +20,7 @@ from ..passes.base import GraphPass
 from ..passes.bucketing import BucketByUnit
 from ..planner.resharding import ReshardAfterForward
 from ..testing import text
-from ..testing.comparison import Options
+from ..testing.comparison import CompareOptions
 from ..testing.payloads import bucket_payloads, fsdp_payloads
 from ..testing.ranks import Rank
 from ..testing.training import ModelConfig, Training, Transformer, count_collectives
@@ -49,7 +49,7 @@ def make_model(settings: Settings) -> Transformer:
 def train_rank(rank: Rank, settings: Settings) -> RankReport:
     """Train on one rank of a ring group. Rank 0 sends lines of progress."""
     batches = partial(text.batch, size=settings.batch, seq=settings.seq, seed=settings.seed)
-    options = Options(
+    options = CompareOptions(
         lambda: (make_model(settings), batches),
         units=[*(f"blocks.{i}" for i in range(settings.layers)), ""],
         ranks=settings.ranks,

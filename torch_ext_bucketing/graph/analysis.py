@@ -255,7 +255,7 @@ class GraphAnalysis:
 
     @cached_property
     def free(self) -> set[fx.Node]:
-        """Nodes that take no time: those of :attr:`shard_side`, and those without a user."""
+        """Nodes that take no time: without a user, or on the :attr:`shard_side`."""
         return {*self.shard_side.nodes, *unused(self.dependencies.nodes)}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Compute the dependencies between a graph's nodes, with those that its edges do not show.
+"""Compute the dependencies between a graph's nodes, with dependencies that no edge shows.
 
 A node depends on its inputs. In addition, these nodes keep their order:
 
@@ -140,7 +140,7 @@ def _leads_to(node: fx.Node, later: fx.Node, position: dict[fx.Node, int]) -> bo
 
 
 def _schema_values(node: fx.Node, *, writes: bool) -> list[fx.Node]:
-    """List the inputs that a node's schema marks as written, or those that its result may alias."""
+    """List the inputs that a node's schema marks as written, or that its result may alias."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
     schema, values = node.target._schema, list[fx.Node]()

@@ -334,7 +334,7 @@ class _Walk:
         rest = [n for n in node.all_input_nodes if n is not base]
         moved = min(self._numel(values) * node.meta["val"].dtype.itemsize, self._size(node))
         if node.target is not _aten.index_put.default or node.args[3:]:
-            moved *= 2  # each value is added to what is there
+            moved *= 2  # each value is added to the present one
         self._join(node, self._reads(rest), (self._numel(values), 1), into=node, nbytes=moved)
 
     def _number(self, kernel: Kernel | None) -> int:
@@ -403,7 +403,7 @@ class _Walk:
         self._touching.setdefault(made, []).append(at)
         if into is not None and nbytes is None:
             nbytes = self._size(node)
-        if nbytes is None:  # only what other kernels read is written, which later nodes decide
+        if nbytes is None:  # written only if another kernel reads it, which later nodes show
             self._written.append((at, node))
         kernel.shares[node] = kernel.shares.get(node, 0) + read + (nbytes or 0)
 
@@ -429,7 +429,7 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def is_read_once(node: fx.Node) -> bool:
-    """Return whether a node is the only reader's view of what a fused kernel computes."""
+    """Return whether a node is the only reader's view of a fused kernel's result."""
     while len(node.users) == 1 and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return len(node.users) == 1 and is_fused(node) and node.target not in _SCATTERS

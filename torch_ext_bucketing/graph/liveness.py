@@ -66,7 +66,7 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: SizeHints) -> int:
-    """Return the bytes of a storage of ``node``; where ranks differ, those of the largest one."""
+    """Return the bytes of a storage of ``node`` on the rank that has most."""
     if (work := work_of(node)) is not None:
         return work.result
     if node in side.nodes:
@@ -134,7 +134,7 @@ def with_fused(
     of_node: Mapping[fx.Node, tuple[int, ...]],
     kernels: Fused,
 ) -> Storages:
-    """Return the storages of nodes that run as fused kernels; ``live`` has those without fusion.
+    """Return the storages of nodes that run as fused kernels; ``live`` has the unfused storages.
 
     - A result that no other kernel reads takes no bytes.
     - A kernel's inputs are live until it has run. A value computed inside its readers so leaves its
@@ -204,7 +204,7 @@ class LiveBytes:
         self.now = liveness.at_start
 
     def run(self, i: int) -> int:
-        """Run node ``i`` and return the bytes live while it runs; ``now`` is those after it."""
+        """Run node ``i`` and return the bytes live while it runs; ``now`` is the bytes left."""
         # This runs for each node of each order.
         size, left, now = self._size, self._left, self.now
         for s in self._allocates[i]:
@@ -218,7 +218,7 @@ class LiveBytes:
         return during
 
     def last_use(self, storages: Iterable[int]) -> int:
-        """Return the bytes of those ``storages`` that one more node frees."""
+        """Return the bytes of ``storages`` that one more node frees."""
         size, left = self._size, self._left
         return sum(size[s] for s in storages if left[s] == 1)
 
@@ -264,7 +264,7 @@ def storages_of(
             new = (*new, len(live.size))
             mine = (*mine, len(live.size))
             live.size.append(buffers)
-        # A wait touches what its collective or copy reads, too: until then the bytes are needed.
+        # A wait touches the operands of its collective or copy, too: until then these are needed.
         start = launched_by(node)
         read = () if start is None else start.all_input_nodes
         sent = (s for arg in read for s in live.of_node[arg])

@@ -281,7 +281,7 @@ def reduce_op(start: fx.Node) -> str | None:
 
 
 def wire_bytes(start: fx.Node) -> int:
-    """Return the bytes that count against a byte cap: those of the larger of input and output."""
+    """Return the bytes that count against a byte cap: of the larger of input and output."""
     return max(
         size_hint(node.meta["val"].numel(), f"collective bucket {what} size")
         * node.meta["val"].element_size()

@@ -130,7 +130,7 @@ class SizeHints:
         return f"sizes that depend on data, {source}: {'; '.join(parts)}"
 
 
-_KEY = "bucketing_work"
+_WORK_KEY = "bucketing_work"
 
 
 class Work(NamedTuple):
@@ -149,12 +149,12 @@ class Work(NamedTuple):
 
 def set_work(node: fx.Node, work: Work) -> None:
     """Note the cost of ``node``, in place of the cost of its own sizes."""
-    note(node, _KEY, work)
+    note(node, _WORK_KEY, work)
 
 
 def work_of(node: fx.Node) -> Work | None:
     """Return the noted cost; None for nodes whose sizes give it."""
-    work: Work | None = noted(node, _KEY)
+    work: Work | None = noted(node, _WORK_KEY)
     return work
 
 

@@ -148,5 +148,5 @@ def note(node: fx.Node, key: str, value: object) -> None:
 
 
 def noted(node: fx.Node, key: str) -> Any:
-    """Return what :func:`note` noted, or None."""
+    """Return the value of :func:`note`, or None."""
     return (node.meta.get("custom") or {}).get(key)

@@ -23,7 +23,7 @@ from ..fqns import format_names
 from ..fsdp.units import Units
 from ..graph.nodes import Kind
 from ..graph.tags import member_tags, replaced_kind, tag_of
-from ..reports.base import Cause, LeftAlone
+from ..reports.base import LeftAlone, LeftCause
 from ..reports.graph import GraphReport, Unmerged
 from .compilation import Compilation
 
@@ -83,7 +83,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
             why = f"closed by {alone.closed_by}"
             way = "raise cap_mb" if alone.closed_by == "bytes" else ""
         elif alone is not None:
-            why, way = alone.reason, _GIVE_MODEL if alone.cause is Cause.UNTAGGED else ""
+            why, way = alone.reason, _GIVE_MODEL if alone.cause is LeftCause.UNTAGGED else ""
         elif kind in asked:
             why = "their unit has no other collective of the same kind, group and dtype"
             way = "make larger units"

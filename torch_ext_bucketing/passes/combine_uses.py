@@ -57,7 +57,7 @@ from ..graph.values import (
     keeps_values,
     outside_reader,
 )
-from ..reports.base import Cause, LeftAlone, size_text
+from ..reports.base import LeftAlone, LeftCause, size_text
 from ..reports.compile import RewriteReport
 from .base import TAGS, GraphPass
 from .compilation import Compilation
@@ -160,7 +160,7 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
     mergeable, kept = _same_gathers(fqns, gathers, facts) if len(gathers) > 1 else ([], [])
     plan: dict[fx.Node, Cut] = {}
     # The parameter's values before a write and after it have different gradients.
-    if tree.uses and not any(x.cause is Cause.WRITTEN for x in kept):
+    if tree.uses and not any(x.cause is LeftCause.WRITTEN for x in kept):
         plan, reason = _plan_reduction(tree, gathers, facts)
         if reason:
             kept.append(LeftAlone(fqns, reason))
@@ -218,7 +218,7 @@ def _same_gathers(
             continue
         if writes.is_written(start) or writes.is_written(wait):
             reason = f"a node writes to the result of {start.name}"
-            left.append(LeftAlone(fqns, reason, cause=Cause.WRITTEN))
+            left.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
             continue
         source, structure = structures.from_source(start.all_input_nodes[0])
         # The epoch is the number of writes to the source that precede the gather. If a write lies
@@ -234,7 +234,7 @@ def _same_gathers(
     for node, several in epochs.items():
         if len(several) > 1:
             reason = f"{_writes_to(node, writes)[0].name} writes to it between its uses"
-            left.append(LeftAlone(fqns, reason, cause=Cause.WRITTEN))
+            left.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
     return [group for group in groups.values() if len(group) > 1], left
 
 
@@ -243,7 +243,7 @@ def _writes_to(source: fx.Node, writes: Writes) -> list[fx.Node]:
 
 
 def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
-    """Merge equal nodes among those that lead to gathers."""
+    """Merge equal nodes among the ancestors of gathers."""
     # All-gather extensions compute 8-bit data and scales from the shard. A scale may be used after
     # the gather as well, so it is not enough to share the gather.
     #

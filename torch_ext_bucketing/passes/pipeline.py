@@ -59,7 +59,7 @@ def in_order(passes: Iterable[GraphPass], model: nn.Module | None = None) -> lis
     return [
         # Only the joint graph has the descriptors that tags are made from.
         *(tags or [TagParameters(model)]),
-        # Joint passes: the partitioner carries out what they mark for recomputation.
+        # Joint passes: the partitioner carries out their marks for recomputation.
         *joint,
         # Forward and backward apart: a bucket made earlier could not be split between the two.
         *after,
@@ -145,7 +145,7 @@ class Pipeline:
 
     @property
     def ahead(self) -> tuple[GraphPass, ...]:
-        """The passes after the partitioner, each after its parts, without those switched off."""
+        """The passes after the partitioner that are switched on, each after its parts."""
         passes = (q for p in self.forward_backward for q in (*p.parts, p))
         return tuple(q for q in passes if q.name not in self.disabled)
 
@@ -238,7 +238,7 @@ def _precedes(first: GraphPass, second: GraphPass) -> bool:
 
 
 def _listed(p: GraphPass, given: Sequence[GraphPass]) -> str:
-    """Name a pass; show the part that one of those given has become."""
+    """Name a pass; show the given pass that is a part of it now."""
     if any(p is q for q in given):
         return p.name
     return f"{p.name}(..., {', '.join(f'{part.option}={part!r}' for part in p.parts)})"

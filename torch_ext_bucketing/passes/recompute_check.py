@@ -32,7 +32,7 @@ _CHUNK = 2**20  # numbers; a digest takes 16 MiB of memory at most
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _SEEDED = ("prims.inductor_random.default", "prims.inductor_randint.default")
 
-Run = Callable[..., Any]
+Compiled = Callable[..., Any]
 
 
 class RecomputeCheck:
@@ -56,7 +56,7 @@ class RecomputeCheck:
         copy.output(copy.graph_copy(graph, {}))
         self._made = fx.GraphModule(owner, copy)
 
-    def wrap(self, compiled: Run) -> Run:
+    def wrap(self, compiled: Compiled) -> Compiled:
         """Return a function that runs the kept graph where checked, else ``compiled``."""
         graph, self._made = self._made, None
         if graph is None or (stage := stage_of(graph.graph)) == "inference":

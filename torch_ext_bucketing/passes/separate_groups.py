@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import new_groups
 from ..graph.nodes import (
+    FSDP_KINDS,
     Kind,
     check_kinds,
     group_name,
@@ -31,8 +32,6 @@ from ..graph.nodes import (
 from ..graph.tags import tag_of
 from .base import BUCKETS, ORDER, TAGS, GraphPass
 from .compilation import Compilation
-
-_REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,7 +52,7 @@ class SeparateGroups(GraphPass):
     requires = frozenset({TAGS})
     conflicts_with = frozenset({BUCKETS, ORDER})
     mesh: DeviceMesh
-    kinds: Collection[Kind] = _REDUCTIONS
+    kinds: Collection[Kind] = FSDP_KINDS[1:]
     second: dict[str, str] = field(init=False, default_factory=dict)
     """Maps the name of each group to the name of its second group."""
     _groups: list[dist.ProcessGroup] = field(init=False, default_factory=list)

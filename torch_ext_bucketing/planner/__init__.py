@@ -1,1 +1,1 @@
-"""Estimate times and memory, and choose byte caps, order, and what stays in memory."""
+"""Estimate times and memory; choose byte caps, an order, and the values that stay in memory."""

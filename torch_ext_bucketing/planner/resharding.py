@@ -159,7 +159,7 @@ class ReshardAfterForward(GraphPass):
 
     @property
     def auto(self) -> bool:
-        """Whether the cost model chooses what stays."""
+        """Whether the cost model chooses the units that stay."""
         return self.reshard_after_forward == "auto"
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:

@@ -44,7 +44,7 @@ def sizes_text(*sizes: int) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Format rows as lines with aligned columns; ``right`` names those that are flush right."""
+    """Format rows as lines with aligned columns; the columns in ``right`` are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -108,8 +108,8 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-class Cause(enum.Enum):
-    """Why something was left alone, for code that depends on it."""
+class LeftCause(enum.Enum):
+    """The cause of a collective's being left alone, for code that depends on it."""
 
     UNTAGGED = "untagged"
     WRITTEN = "written"
@@ -127,4 +127,4 @@ class LeftAlone:
     fqns: tuple[str, ...]
     reason: str
     node: str = ""
-    cause: Cause = field(default=Cause.OTHER, kw_only=True)
+    cause: LeftCause = field(default=LeftCause.OTHER, kw_only=True)

@@ -1,1 +1,1 @@
-"""Compare, between the ranks of a process group, what they compiled, before it runs."""
+"""Compare the graphs of a process group's ranks before they run, and watch first runs."""

@@ -19,16 +19,16 @@ import torch
 import torch.nn as nn
 
 from .._torch.aot import current_backward
-from .._torch.dynamo import model_of
+from .._torch.dynamo import registered_model
 from .._torch.fsdp2 import is_distributed
 from .._torch.process_groups import default_group
 from ..errors import DividedUnitWarning, NotBucketedWarning
 from ..fqns import format_names, parameter_names
 from ..fsdp.units import Units
 
-_MODULES = 256
+_MOST_MODULES = 256
 """Modules per graph whose parameters are checked: code may make new ones for every call."""
-_BACKWARDS = 4
+_MOST_BACKWARDS = 4
 """Calls per module whose backward is checked: the first step shows what all steps do."""
 
 
@@ -76,7 +76,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 
 def _look_for_shards(parameters: Sequence[Any], names: str, compiled: Watched) -> None:
-    """Warn if a compile that reads these parameters, such as those in units, has no collectives."""
+    """Warn if a compile that reads ``parameters`` has no collectives."""
     group = default_group()
     if group is None or group.size() < 2 or compiled.has_collectives():
         return
@@ -130,14 +130,14 @@ class RunWatch:
             module = id(args[first])
             mine = calls.get(module)
             if mine is None:
-                if len(calls) == _MODULES:
+                if len(calls) == _MOST_MODULES:
                     return compiled(*args, **kwargs)
                 mine = calls[module] = _Calls()
                 parameters = [args[i] for i in self._planned]
                 _look_for_shards(parameters, self._names, self._compiled)
                 self._look_at_module(parameters)
             out = compiled(*args, **kwargs)
-            if mine.number < _BACKWARDS and torch.is_grad_enabled():
+            if mine.number < _MOST_BACKWARDS and torch.is_grad_enabled():
                 mine.number += 1
                 self._watch_backward(out, mine)
             return out
@@ -146,7 +146,7 @@ class RunWatch:
 
     def _look_at_module(self, parameters: Sequence[Any]) -> None:
         """Check the parameters of a module that runs the graph for the first time."""
-        model = model_of(parameters[0], self._compiled.model)
+        model = registered_model(parameters[0], self._compiled.model)
         if model is None:
             return
         names = {p: fqns[0] for p, fqns in parameter_names(model).items()}
@@ -220,7 +220,7 @@ class RunWatch:
         def begins(_: Any) -> None:
             backward = current_backward()
             if mine.backward == backward:
-                mine.number = _BACKWARDS
+                mine.number = _MOST_BACKWARDS
                 self._compiled.warn_of_bits(
                     f"the graph that was compiled for {self._names} ran twice with the same "
                     "parameters in one step, and reduced their gradients twice",

@@ -56,7 +56,7 @@ def append_unscale(
     parameters: Sequence[torch.Tensor],
     optimizers: Sequence[torch.optim.Optimizer | None],
 ) -> dict[torch.optim.Optimizer, fx.Node]:
-    """Divide gradients in place; those without an optimizer stay as they are.
+    """Divide gradients in place, except gradients without an optimizer.
 
     Each optimizer gets a scalar in float32, above zero if any rank has a gradient of the optimizer
     that is not finite.

@@ -239,12 +239,12 @@ def append_matrices(
     # The costliest first, as among matrices: the others even out what these leave.
     groups = sorted(map(_Alike, alike.values()), key=lambda g: -max(g.costs))
     loads: dict[tuple[int, ...], dict[int, int]] = {}
-    buckets: list[_Bucket] = []
+    buckets: list[_MatrixBucket] = []
     for g in groups:
         # Meshes of the same ranks, such as that of experts, share the load.
         load = loads.setdefault(tuple(sorted(g.ranks)), dict.fromkeys(g.ranks, 0))
         g.choose(load, EXCHANGE_BYTES if cap is None else cap)
-        buckets += (_Bucket(call, *of) for of in g.buckets)
+        buckets += (_MatrixBucket(call, *of) for of in g.buckets)
     # One bucket is exchanged while the one before it is computed.
     for before, bucket in zip([None, *buckets], [*buckets, None], strict=True):
         if bucket is not None:
@@ -274,7 +274,7 @@ def _owners(groups: Sequence[_Alike], loads: Sequence[int]) -> Owners:
 
 
 class _Layout(NamedTuple):
-    """Where a matrix is; ``sharded`` and ``blocks`` are those of :class:`.Matrix`.
+    """The place of a matrix; ``sharded`` and ``blocks``: see :class:`.Matrix`.
 
     ``home`` has the ranks, by their place in the mesh, that no part has to reach along some
     dimension, since no other coordinate has any; empty: all ranks are alike.
@@ -362,7 +362,7 @@ class _Alike:
         return [i for i, at in enumerate(places) if all(map(contains, having_by_dim, at))]
 
 
-class _Bucket:
+class _MatrixBucket:
     """The nodes of one bucket of matrices."""
 
     def __init__(

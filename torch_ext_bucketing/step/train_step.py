@@ -256,7 +256,7 @@ def train_step(
 
 
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.Tensor]) -> None:
-    """Check one optimizer, and add its parameters to those that are ``taken``."""
+    """Check one optimizer, and add its parameters to the ``taken`` ones."""
     if _needs_closure(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__}.step() evaluates the model by a closure, which can't be "

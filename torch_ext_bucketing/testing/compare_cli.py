@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .comparison import Comparison, Options
+from .comparison import CompareOptions, Comparison
 from .ranks import Rank, RankError, run_ranks, sayer
 from .target import TargetError, add_command, add_options, options_of
 
@@ -32,12 +32,12 @@ def add_parser(subparsers: Any) -> None:
         subparsers, "compare", run, help=about, description=_DESCRIPTION, epilog=_EPILOG
     )
     parser.add_argument("build", metavar="MODULE:FUNCTION", help="makes the model and its inputs")
-    add_options(parser, Options)
+    add_options(parser, CompareOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare; return the exit status."""
-    result = _compare(options_of(args, Options), sayer())
+    result = _compare(options_of(args, CompareOptions), sayer())
     print(result.to_text(), end="")
     if args.json is not None:
         args.json.write_text(result.to_json() + "\n", encoding="utf-8")
@@ -56,14 +56,14 @@ def compare(
     failed or was too slow.
 
     Args:
-        build: returns the model and its inputs; see :class:`.Options`.
+        build: returns the model and its inputs; see :class:`.CompareOptions`.
         progress: called with lines of text.
-        options: other fields of :class:`.Options`.
+        options: other fields of :class:`.CompareOptions`.
     """
-    return _compare(Options(build, **options), progress)
+    return _compare(CompareOptions(build, **options), progress)
 
 
-def _compare(options: Options, progress: Callable[[str], object]) -> Comparison:
+def _compare(options: CompareOptions, progress: Callable[[str], object]) -> Comparison:
     errors: list[TargetError] = []
 
     def on_message(rank: int, message: str | TargetError) -> None:
@@ -83,7 +83,7 @@ def _compare(options: Options, progress: Callable[[str], object]) -> Comparison:
         raise
 
 
-def _on_rank(rank: Rank, options: Options) -> Comparison:
+def _on_rank(rank: Rank, options: CompareOptions) -> Comparison:
     # Only ranks import torch.
     from .experiments import compare_on_rank
     from .ring import RingTopology, ring_rank

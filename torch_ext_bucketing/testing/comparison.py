@@ -22,8 +22,8 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of :func:`.compare`. Functions must be importable by name on the ranks.
+class CompareOptions:
+    """CompareOptions of :func:`.compare`. Functions must be importable by name on the ranks.
 
     Args:
         build: a function, or ``"module:function"``. Every rank calls it, seeded by the rank. It

@@ -31,10 +31,10 @@ from ..passes.bucketing import BucketByUnit
 from ..passes.combine_uses import CombineReport, CombineUses
 from ..passes.reduce_scatter_first import ReduceScatterFirst, ScatterReport
 from ..reports.compile import RewriteReport
-from .comparison import Cause, Comparison, Options
+from .comparison import Cause, CompareOptions, Comparison
 from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
-from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
+from .trial import Hashes, Passes, Run, Trial, hash_of, unlike, unsharded_state, wrap
 
 _SAME_INPUTS = (
     "all ranks have the same inputs, which hides the order of additions: pass a callable of step "
@@ -42,7 +42,7 @@ _SAME_INPUTS = (
 )
 
 
-def compare_on_rank(rank: Rank, options: Options) -> Comparison:
+def compare_on_rank(rank: Rank, options: CompareOptions) -> Comparison:
     """Compare on the ranks of the default group; every rank calls this."""
     trial, steps = Trial(rank, options), options.steps
     inputs = trial.from_all(hash_of(trial.batch(0)))
@@ -58,14 +58,14 @@ def compare_on_rank(rank: Rank, options: Options) -> Comparison:
     if not trial.differing({"": ours.digests[last]}, {"": eager.digests[last]}):
         return Comparison(True, steps, notes=tuple(notes))
     trial.say(f"weights differ after step {last + 1}")
-    search = _Search(trial, last, eager_gradients[last], gradients[last], model, compiler)
+    search = _Experiments(trial, last, eager_gradients[last], gradients[last], model, compiler)
     causes = tuple(search.causes())
     differ = search.ordered(trial.differing(eager_gradients[last], gradients[last]))
     return Comparison(False, steps, last + 1, differ, causes, (*notes, *search.failed))
 
 
 @dataclass
-class _Search:
+class _Experiments:
     """The state of the experiments on the first step after which weights differ.
 
     Attributes:
@@ -97,7 +97,7 @@ class _Search:
         trial.say("eager FSDP2 once more")
         model = trial.wrapped()
         trial.train(model, model, self.step)
-        trial.state = state_of(model)
+        trial.state = unsharded_state(model)
         if names := trial.differing(self.eager, trial.gradients(model, model, self.step)):
             yield _cause("nondeterminism", names)
             return
@@ -168,7 +168,7 @@ _WAYS: dict[str, Callable[[nn.Module], Run]] = {
 """Stages of the compiler that a model runs through."""
 
 
-def _traced(name: str, before: str, after: str, search: _Search) -> Iterator[Cause]:
+def _traced(name: str, before: str, after: str, search: _Experiments) -> Iterator[Cause]:
     if names := search.ordered(unlike(search.on_one(before), search.on_one(after))):
         search.trial.say(f"one rank: the first module that {after} changes")
         module = _first_module(search, (before, after))
@@ -176,7 +176,7 @@ def _traced(name: str, before: str, after: str, search: _Search) -> Iterator[Cau
         yield _cause(name, names, f". The first is {where}")
 
 
-def _inductor(search: _Search) -> Iterator[Cause]:
+def _inductor(search: _Experiments) -> Iterator[Cause]:
     if search.trial.options.backend != "inductor":
         return
     before = search.on_one("AOTAutograd")
@@ -187,7 +187,7 @@ def _inductor(search: _Search) -> Iterator[Cause]:
         yield _cause("Inductor", names, more)
 
 
-def _activations(search: _Search) -> Iterator[Cause]:
+def _activations(search: _Experiments) -> Iterator[Cause]:
     trial = search.trial
 
     def changed_by(units: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ def _activations(search: _Search) -> Iterator[Cause]:
         yield _cause("activations", names, more)
 
 
-def _first_module(search: _Search, ways: tuple[str, str]) -> str:
+def _first_module(search: _Experiments, ways: tuple[str, str]) -> str:
     """Find the first innermost module whose outputs or gradients differ between two ways."""
     # Each module is called by itself, with the arguments of its first call in the model.
     calls: dict[str, tuple[nn.Module, Any]] = {}
@@ -262,7 +262,7 @@ def _alone(name: str, module: nn.Module, arguments: Any, way: str) -> str:
 # ---- experiments on all ranks -------------------------------------------------------------------
 
 
-def _no_collective(search: _Search) -> Iterator[Cause]:
+def _no_collective(search: _Experiments) -> Iterator[Cause]:
     named = search.model.named_parameters()
     trained = [(canonical_fqn(name), p) for name, p in named if p.requires_grad]
     if plain := [name for name, p in trained if not isinstance(p, DTensor)]:
@@ -270,7 +270,7 @@ def _no_collective(search: _Search) -> Iterator[Cause]:
 
 
 def _rewritten(
-    name: str, rewrite: type[GraphPass], kind: type[RewriteReport], search: _Search
+    name: str, rewrite: type[GraphPass], kind: type[RewriteReport], search: _Experiments
 ) -> Iterator[Cause]:
     """Check whether a rewrite is missing, or skipped some of its collectives."""
     if kind is ScatterReport and search.trial.options.replicas == 1:
@@ -287,7 +287,7 @@ def _rewritten(
         yield _cause(name, names, f". {rewrite.__name__}() skipped {why}", "see its reasons")
 
 
-def _rank_order(search: _Search) -> Iterator[Cause]:
+def _rank_order(search: _Experiments) -> Iterator[Cause]:
     passes = search.passes
     if any(RANK_ORDER in p.provides for p in passes(search.model)):
         search.trial.say("all ranks: reductions over rings")
@@ -295,7 +295,7 @@ def _rank_order(search: _Search) -> Iterator[Cause]:
             yield _cause("rank order", names)
 
 
-def _payloads(search: _Search) -> Iterator[Cause]:
+def _payloads(search: _Experiments) -> Iterator[Cause]:
     order, differences, same_units = _layout(search)
     if not differences:
         return
@@ -317,7 +317,7 @@ def _payloads(search: _Search) -> Iterator[Cause]:
         yield _cause("payload order" if same_units else "units", names, shown)
 
 
-def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
+def _layout(search: _Experiments) -> tuple[FSDPParamOrder, list[str], bool]:
     """Return eager FSDP2's order, how reductions differ from it, and whether units are equal."""
     trial = search.trial
     model = trial.wrapped()
@@ -344,7 +344,7 @@ def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
     return order, layout_differences(*sides), keys[0] == keys[1]
 
 
-_Experiment = Callable[[_Search], Iterator[Cause]]
+_Experiment = Callable[[_Experiments], Iterator[Cause]]
 _ON_ONE_RANK: dict[str, _Experiment] = {
     "Dynamo": partial(_traced, "Dynamo", "eager", "Dynamo"),
     "decompositions": partial(_traced, "decompositions", "Dynamo", "AOTAutograd"),

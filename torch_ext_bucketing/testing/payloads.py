@@ -1,4 +1,4 @@
-"""Compare payloads of eager FSDP2's collectives with those of compiled graphs, without torch."""
+"""Compare payloads of eager FSDP2's collectives with compiled graphs' payloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Member:
+class Span:
     """Bytes ``[offset, offset + nbytes)`` of a parameter in one rank's part of a buffer."""
 
     fqn: str
@@ -28,7 +28,7 @@ class Payload:
     """One collective of the step, its members in payload order."""
 
     kind: str
-    members: tuple[Member, ...]
+    members: tuple[Span, ...]
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
@@ -72,7 +72,7 @@ def fsdp_payloads(
             for fqn in unit:
                 own = gathered.get(fqn) if gathered and kind == "all_gather" else None
                 for nbytes in own or (numels[fqn] * dtype.itemsize,):
-                    members.append(Member(fqn, offset, nbytes))
+                    members.append(Span(fqn, offset, nbytes))
                     offset += nbytes
             payloads.append(Payload(kind, tuple(members)))
     return payloads
@@ -81,7 +81,7 @@ def fsdp_payloads(
 def bucket_payloads(buckets: Iterable[BucketReport]) -> list[Payload]:
     """Convert the buckets of compiled graphs; "+" joins the parameters of one member."""
     return [
-        Payload(b.kind, tuple(Member("+".join(m.fqns), m.offset, m.nbytes) for m in b.members))
+        Payload(b.kind, tuple(Span("+".join(m.fqns), m.offset, m.nbytes) for m in b.members))
         for b in buckets
     ]
 

@@ -189,7 +189,7 @@ def digest(model: nn.Module) -> str:
 
 
 @dataclass
-class Trained:
+class TrainingRecord:
     """One rank's run: per step the :func:`digest`, the loss, and wall time in milliseconds."""
 
     digests: list[str] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Training:
     def __init__(
         self, model: nn.Module, step: Callable[[int], torch.Tensor], lr: float = 1e-3
     ) -> None:
-        self.model, self.step, self.done = model, step, Trained()
+        self.model, self.step, self.done = model, step, TrainingRecord()
         groups: dict[bool, list[nn.Parameter]] = {}  # no foreach kernel takes both
         for parameter in model.parameters():
             groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
@@ -236,7 +236,7 @@ def train(
     lr: float = 1e-3,
     recompiles: bool = False,
     stop_unlike: Sequence[str] | None = None,
-) -> Trained:
+) -> TrainingRecord:
     """Take ``steps`` steps of a :class:`Training`.
 
     With ``stop_unlike``, the digests of another run, stop after the first step whose weights differ

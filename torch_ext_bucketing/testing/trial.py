@@ -25,10 +25,10 @@ from ..passes.base import GraphPass
 from ..passes.pipeline import in_order
 from ..recipes import recipe
 from . import target
-from .comparison import Backend, Options
+from .comparison import Backend, CompareOptions
 from .ranks import Rank
 from .target import TargetError
-from .training import Trained, raw_bytes, train
+from .training import TrainingRecord, raw_bytes, train
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Trial:
     each ``fully_shard`` call.
     """
 
-    def __init__(self, rank: Rank, options: Options) -> None:
+    def __init__(self, rank: Rank, options: CompareOptions) -> None:
         self.rank, self.options = rank, options
         self.param_dtype, self.reduce_dtype = (
             getattr(torch, str(name), None) for name in (options.param_dtype, options.reduce_dtype)
@@ -53,7 +53,7 @@ class Trial:
         # build() often draws the inputs, too: seed by rank, and take rank 0's weights.
         torch.manual_seed(rank.rank)
         self._model, self._inputs, self._loss = _built(options.build, rank.world_size)
-        self.state = self.from_rank_0(state_of(self._model))
+        self.state = self.from_rank_0(unsharded_state(self._model))
         try:
             units = options.units or transformer_block_plan(self._model)
             self.units = Units.of_modules(units).units
@@ -144,13 +144,13 @@ class Trial:
 
     def train(
         self, model: nn.Module, run: Run, steps: int, stop_unlike: Sequence[str] | None = None
-    ) -> tuple[Trained, list[Hashes]]:
+    ) -> tuple[TrainingRecord, list[Hashes]]:
         """Train; return digests of the weights and hashes of the gradients of each step."""
         gradients: list[Hashes] = []
 
         def step(number: int) -> torch.Tensor:
             loss = self.backward(run, number)
-            gradients.append(gradients_of(model))
+            gradients.append(gradient_hashes(model))
             return loss
 
         return train(model, step, steps, recompiles=True, stop_unlike=stop_unlike), gradients
@@ -159,7 +159,7 @@ class Trial:
         """Return hashes of the gradients of one step."""
         model.zero_grad()
         self.backward(run, step)
-        return gradients_of(model)
+        return gradient_hashes(model)
 
     def batch(self, step: int) -> Any:
         """Return this rank's inputs."""
@@ -193,7 +193,7 @@ def wrap(model: nn.Module, units: Iterable[Sequence[str]], mesh: DeviceMesh, **m
     return model
 
 
-def gradients_of(model: nn.Module) -> Hashes:
+def gradient_hashes(model: nn.Module) -> Hashes:
     """Hash this rank's gradients."""
     hashes: Hashes = {}
     for name, parameter in model.named_parameters():
@@ -219,7 +219,7 @@ def hash_of(tree: Any) -> str:
     return total.hexdigest()
 
 
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def unsharded_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copy all parameters and buffers, unsharded, by name."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     with torch.no_grad():

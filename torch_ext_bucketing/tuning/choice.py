@@ -207,8 +207,8 @@ Measured = tuple[Sequence[EstimateReport], float]
 """The estimates of a candidate's graphs, and their measured milliseconds."""
 
 KERNEL = "kernel"
-# The weight of a factor's distance from the common one, against a candidate's error: what the
-# measurements do not tell apart gets the same factor.
+# The weight of a factor's distance from the common one, against a candidate's error: kinds that the
+# measurements do not tell apart get the same factor.
 _PULL = 1e-4
 
 
@@ -259,7 +259,7 @@ def corrected_ms(estimates: Sequence[EstimateReport], factors: Mapping[str, floa
     return total
 
 
-def key_of(
+def choice_key(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     candidates: Mapping[str, Any],

@@ -246,7 +246,7 @@ class Tuner:
 
     def _look_up(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Take the choice of an earlier run, if all ranks have the same."""
-        self._key = choice.key_of(gm, inputs, self.candidates, self._bound, self._meter.device)
+        self._key = choice.choice_key(gm, inputs, self.candidates, self._bound, self._meter.device)
         earlier = choice.load(self._key) if self._key else None
         mine = "" if earlier is None or earlier.chosen not in self.candidates else earlier.chosen
         names = set(self._meeting.meet("the look-up of an earlier choice", mine))

@@ -44,7 +44,7 @@ from torch_ext_bucketing.testing.payloads import (
 )
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
-from torch_ext_bucketing.testing.training import Trained, count_collectives, train
+from torch_ext_bucketing.testing.training import TrainingRecord, count_collectives, train
 
 from .base import Unit
 from .devices import nodes, start
@@ -107,7 +107,7 @@ class RowReport:
     torch: str = torch.__version__
     seconds: float = 0.0
 
-    def ran(self, name: str, done: Trained) -> None:
+    def ran(self, name: str, done: TrainingRecord) -> None:
         """Store the results of a run."""
         self.digests[name], self.loss[name] = done.digests, done.loss
 
@@ -446,7 +446,7 @@ class Runs:
 
     def train(
         self, model: nn.Module, step: Step, stop_unlike: Sequence[str] | None = None
-    ) -> Trained:
+    ) -> TrainingRecord:
         """Train all steps, or those to the first after which weights differ from ``stop_unlike``."""
         again = self.row.graphs > 1 or self.row.regional
         return train(model, step, self.steps, recompiles=again, stop_unlike=stop_unlike)

@@ -17,7 +17,12 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import shard_of
 from torch_ext_bucketing.step.rules import StackedMuon
 from torch_ext_bucketing.testing.payloads import Payload
-from torch_ext_bucketing.testing.training import Trained, count_collectives, digest, raw_bytes
+from torch_ext_bucketing.testing.training import (
+    TrainingRecord,
+    count_collectives,
+    digest,
+    raw_bytes,
+)
 
 from .ranks import RowReport, Runs, Tally, compare_layout, in_graph_order
 
@@ -166,11 +171,11 @@ class StepRuns(Runs):
         optimizer: Several,
         step: Callable[[int], tuple[torch.Tensor, torch.Tensor | None]],
         steps: int,
-        done: Trained | None = None,
+        done: TrainingRecord | None = None,
         unlike: Sequence[str] | None = None,
-    ) -> Trained:
+    ) -> TrainingRecord:
         """Train up to ``steps``; with the digests ``unlike``, up to the first other one."""
-        done = done or Trained()
+        done = done or TrainingRecord()
         for number in range(len(done.digests), steps):
             # A schedule of the learning rate, without a new compile.
             for group in optimizer.param_groups:

@@ -1,1 +1,1 @@
-"""Choose what stays in memory from forward to backward."""
+"""Choose the values that stay in memory from forward to backward."""

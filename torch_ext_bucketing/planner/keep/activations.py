@@ -73,7 +73,7 @@ class Activations:
         self._units: dict[fx.Node, str] = {}  # units of nodes that depend on parameters only
         self._find_stretches(unit_of)
         self._hand_down()
-        # Stretches that are more than a norm. A norm is made again from what it reads.
+        # Stretches that are more than a norm. A norm is made again from its inputs.
         self._long = {
             self._stretch[n]
             for n in self._nodes

@@ -401,7 +401,7 @@ class KeepPlanner:
         for more in (*some, *some):  # one that was kept may be superfluous with later ones
             other = kept ^ more
             held = self._held.peak_bytes(other)
-            if held <= there:  # and what is made again for it is made later, or not at all
+            if held <= there:  # and its recomputed inputs are made later, or not at all
                 models = self.partitioned.models(other)
                 nbytes = max(m.liveness.peak(range(len(m))) for m in models)
                 if nbytes < peak:

@@ -99,7 +99,7 @@ class PartitionedModel:
         smaller: Smaller | None = None,
     ) -> None:
         clock = time.perf_counter()
-        # The host's time is the same, whatever is kept, but for what is computed again.
+        # The host's time is the same, whatever is kept, but for recomputed nodes.
         costs = Costs(replace(costs.machine, host_ms={}), costs.hints)
         self.costs = costs
         beside = beside_bytes(graph)
@@ -385,7 +385,7 @@ class _Split:
         # Storages that are live after forward only for backward.
         self.handed = [s for s in self._saved if s not in kept]
         self._at_start = joint.graph.external_live_bytes + sum(liveness.size[s] for s in given)
-        # Forward runs what is saved or returned needs, and nodes with effects.
+        # Forward runs the nodes that saved or returned values need, and nodes with effects.
         needed = {*saved, *first}
         for i in reversed(range(len(nodes))):
             node = nodes[i]

@@ -30,7 +30,7 @@ Kinds are ``"UNSHARD"``, ``"RESHARD"``, ``"F"``, ``"B"``, its halves ``"I"`` and
 ``"REDUCE_GRAD"``; others hold no memory.
 """
 
-_MOVES = ("UNSHARD", "RESHARD")
+_RESIDENCY = ("UNSHARD", "RESHARD")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def with_residency(
     beside = _Beside(stages)
     places: list[tuple[int, frozenset[int], int, int]] = []
     for i, action in enumerate(actions):
-        if action[0][1] not in _MOVES:
+        if action[0][1] not in _RESIDENCY:
             at_rest = sum(beside.at_rest().values())
             running = sum(beside.begin(action).values())
             beside.end(action)

@@ -226,7 +226,7 @@ class ListScheduler:
             self._want_next_reduction()
 
     def _satisfied(self, i: int) -> None:
-        """Lower the in-degrees of the nodes that need ``i``, and collect those that are ready."""
+        """Lower the in-degrees of the nodes that need ``i``, and collect the ready nodes."""
         missing, available, done = self.missing, self.available, self.done
         needed_by, at = self.model.dependencies.needed_by, self.analysis.at
         stack = [i]
@@ -486,7 +486,7 @@ class ListScheduler:
         return latest - self.now
 
     def _may_overtake(self, number: int) -> bool:
-        """Return whether there is room for a kernel now, and for those before it afterwards."""
+        """Return whether a kernel has room now, and the kernels before it have room afterwards."""
         if self.options.limit_bytes is None:
             return True
         return self._has_room(self.analysis.kernels[number], self._growth(number))

@@ -70,7 +70,7 @@ class Model(NodeTable):
 
     @cached_property
     def needed_values(self) -> list[list[int]]:
-        """The dependencies of each node, without those of the launch order."""
+        """The dependencies of each node, without the launch order."""
         return [
             mine if self.group[i] is None else [j for j in mine if self.group[j] is None]
             for i, mine in enumerate(self.dependencies.needs)
@@ -144,7 +144,7 @@ class ModelEdit:
         self.members: dict[int, tuple[fx.Node, ...]] = {}
 
     def row(self, i: int) -> Row:
-        """Return old node ``i`` as a row. It needs those of its dependencies that are there."""
+        """Return old node ``i`` as a row that needs its dependencies in the new model."""
         old, at = self._old, self.at
         start = old.start_of[i]
         return Row(

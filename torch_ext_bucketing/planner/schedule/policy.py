@@ -102,7 +102,7 @@ def _tighter(one: int | None, other: int | None) -> int | None:
 
 
 def at_least(bound: int | None, other: int | None) -> bool:
-    """Return whether a bound allows what another one allows. None allows all."""
+    """Return whether a bound allows all that another one allows. None allows all."""
     return bound is None or (other is not None and bound >= other)
 
 
