@@ -8,9 +8,7 @@ from typing import Any
 
 
 def lazy_exports(
-    package: str,
-    home: Mapping[str, str],
-    modules: Collection[str] = (),
+    package: str, home: Mapping[str, str], modules: Collection[str] = ()
 ) -> Callable[[str], Any]:
     """Return a package's ``__getattr__``; ``home`` has each name's relative module."""
 

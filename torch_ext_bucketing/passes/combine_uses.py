@@ -39,14 +39,7 @@ from ..fsdp.tagging import in_other_form
 from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Writes, may_run_twice
 from ..graph.edits import ancestors, call, contiguous_copy, unchanged_on_error
-from ..graph.nodes import (
-    group_name,
-    group_size,
-    is_view,
-    kind_of,
-    only_wait,
-    wire_bytes,
-)
+from ..graph.nodes import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.tags import tag_of
 from ..graph.values import (
     Cut,

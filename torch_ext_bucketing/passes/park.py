@@ -36,14 +36,7 @@ from .._torch.aot import import_copies, mark_parked
 from .._torch.dynamo import module_of
 from ..fqns import canonical_fqn
 from ..fsdp.tagging import parameter_chains
-from ..graph.nodes import (
-    TO_HOST,
-    host_stream,
-    is_host_wait,
-    is_view,
-    nbytes_of,
-    pinned_bytes,
-)
+from ..graph.nodes import TO_HOST, host_stream, is_host_wait, is_view, nbytes_of, pinned_bytes
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
 from .base import PARKED, TAGS, GraphPass

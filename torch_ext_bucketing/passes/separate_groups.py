@@ -21,14 +21,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import new_groups
-from ..graph.nodes import (
-    FSDP_KINDS,
-    Kind,
-    check_kinds,
-    group_name,
-    kind_of,
-    set_group_name,
-)
+from ..graph.nodes import FSDP_KINDS, Kind, check_kinds, group_name, kind_of, set_group_name
 from ..graph.tags import tag_of
 from .base import BUCKETS, ORDER, TAGS, GraphPass
 from .compilation import Compilation

@@ -124,10 +124,7 @@ class _Run:
         self.tracebacks: dict[int, str] = {}
 
     def start(
-        self,
-        function: Callable[..., Any],
-        args: tuple[object, ...],
-        environment: Mapping[str, str],
+        self, function: Callable[..., Any], args: tuple[object, ...], environment: Mapping[str, str]
     ) -> None:
         context = _context()
         variables = {

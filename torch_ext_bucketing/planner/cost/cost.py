@@ -93,10 +93,7 @@ class Costs:
         return ms
 
     def times(
-        self,
-        nodes: Sequence[fx.Node],
-        absent: Collection[fx.Node] = (),
-        found: Fused | None = None,
+        self, nodes: Sequence[fx.Node], absent: Collection[fx.Node] = (), found: Fused | None = None
     ) -> tuple[list[float], list[float]]:
         """Time nodes that run together: milliseconds of each, and of its launch by the host.
 

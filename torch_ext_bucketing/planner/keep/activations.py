@@ -55,10 +55,7 @@ class Activations:
     """
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        unit_of: Callable[[fx.Node], str | None],
-        moves: Collection[fx.Node],
+        self, graph: fx.Graph, unit_of: Callable[[fx.Node], str | None], moves: Collection[fx.Node]
     ) -> None:
         self.groups: dict[tuple[Stretch, str], list[fx.Node]] = {}
         self.views: dict[fx.Node, None] = {}

@@ -90,10 +90,7 @@ def _rank(tried: _Try) -> tuple[float, ...]:
 
 
 def schedule_model(
-    model: Model,
-    policy: Policy | Iterable[Policy],
-    reference_bytes: int | None,
-    **options: Any,
+    model: Model, policy: Policy | Iterable[Policy], reference_bytes: int | None, **options: Any
 ) -> Scheduled:
     """Find an order of a model, without any change to a graph; see :func:`schedule_within`."""
     found = schedule_within(math.inf, model, policy, reference_bytes, **options)
