@@ -11,7 +11,7 @@ With clipping, updates wait for the norm, one all-reduce per mesh dimension (:mo
     grad -> _foreach_norm -> stack -> pow -> all_reduce -> wait -> pow -> vector_norm -> coefficient
     grad, coefficient -> _foreach_mul_ -> update_
 
-A loss scale divides gradients before their norm (:mod:`.loss_scale`), and updates wait for its
+A loss scale divides gradients before their norm, and updates wait for its
 search for infinite values.
 
 After buckets are merged, :func:`group_calls` joins the nodes of each bucket's gradients. Those that
@@ -38,9 +38,17 @@ from ..graph.sizes import Work, set_work
 from ..graph.tags import buffer_bytes, mark_optimizer, set_updates, updates_of
 from ..passes.compilation import Choice
 from ..reports.compile import Owners, StepReport
-from .loss_scale import ANY, UNSCALE, append_unscale, inverse_scale
 from .matrix import Update, append_matrices, bytes_within
-from .norm import NORMS, NOT_FINITE, Norm, by_mesh
+from .norm import (
+    ANY,
+    NORMS,
+    NOT_FINITE,
+    UNSCALE,
+    Norm,
+    append_unscale,
+    by_mesh,
+    inverse_scale,
+)
 from .rules import BY_NAME, UPDATE, MatrixRule, Rule, one_by_one, rule_of, state_of
 
 _aten = torch.ops.aten
