@@ -234,7 +234,7 @@ class Halves:
         self.forward: dict[fx.Node, None] = {}
         self.recomputed: dict[fx.Node, None] = {}
         late: dict[fx.Node, None] = {}  # tangents, and nodes that need one
-        pending: list[fx.Node] = []
+        pending: list[fx.Node] = []  # nodes since the last mark: forward's if another one follows
         for node in graph.nodes:
             is_input = node.op == "placeholder"
             if (is_input and is_tangent(node)) or any(n in late for n in node.all_input_nodes):

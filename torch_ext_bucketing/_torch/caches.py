@@ -71,6 +71,7 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
 
     def init_with_reports(init: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
+        # An attribute of the graph, so that caches store and load the report with it.
         setattr(self, _REPORTS, [one.graph_compiled() for one in ours()])
         if known.place_read:
             log.warning(

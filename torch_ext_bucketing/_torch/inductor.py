@@ -132,7 +132,7 @@ def compile_inductor(
     for entry in ("collective_bucketing", "pre_bucketing_fsdp_collectives"):
         if hasattr(config.aten_distributed_optimizations, entry):
             patches[f"aten_distributed_optimizations.{entry}"] = False
-    with config.patch(options):
+    with config.patch(options):  # these may switch overlap scheduling on for this compile
         overlaps = config.aten_distributed_optimizations.enable_overlap_scheduling
         given = config.aten_distributed_optimizations.max_compute_pre_fetch
     if prefetch is not None and overlaps and given is None:

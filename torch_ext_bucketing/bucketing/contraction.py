@@ -90,7 +90,7 @@ class Contraction:
                 # Most nodes add nothing: share the set, so that memory grows with the starts.
                 if theirs is not mask and (both := mask | theirs) != mask:
                     mask = theirs if both == theirs else both
-                if left == 1:  # its last use
+                if left == 1:  # its last use: memory follows the graph's width, not its length
                     del needs[arg]
                 uses[arg] = left - 1
             if node in analysis.kinds:

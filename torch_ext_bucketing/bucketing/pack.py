@@ -114,7 +114,7 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]
     dtype = torch.uint8 if mixed else first.meta["val"].dtype
     sizes = [w.numel(value) for value in values]
     flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
-    if mixed:
+    if mixed:  # from here on sizes and offsets count bytes
         flat = [w.call(_aten.view.dtype, value, dtype) for value in flat]
         sizes = [w.numel(value) for value in flat]
     total = w.add(sizes)

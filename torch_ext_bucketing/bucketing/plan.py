@@ -101,6 +101,7 @@ def merge_groups(
     # One contraction for all groups: several buckets may form a cycle that no single one shows.
     for unit, candidates in groups:
         first, rest = candidates[0], list(candidates)
+        # A group of one has nothing to merge, and is not reported.
         while rest and len(candidates) > 1:
             members, rest, detail = _fill(contracted, rest)
             if members[0] is not first:

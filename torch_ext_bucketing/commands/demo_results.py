@@ -80,6 +80,7 @@ class RankReport:
 def demo_result(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
     """Return the demo's result as a JSON-ready dictionary."""
     first = ranks[0]
+    # Ranks hash their own shards; a hash of these stands for all weights.
     hashes = {
         name: list(map(whole_digest, zip(*(r.runs[name].digests for r in ranks), strict=True)))
         for name in first.runs

@@ -179,6 +179,7 @@ class _Walk:
                 if self._made_by.get(buffer) != number:
                     mine[buffer] = mine.get(buffer, 0) + 1
         for number, mine in inputs.items():
+            # The kernel runs where its last input is there: at the first of its nodes after that.
             ready = max((place.get(b, -1) for b in mine), default=-1)
             together = sorted(members[number], key=place.__getitem__)
             first = next((n for n in together if place[n] > ready), together[-1])

@@ -257,6 +257,7 @@ def storages_of(
         seen.update(new)
         if node not in dependencies.index:  # an input or a constant
             live.at_start += sum(live.size[s] for s in new)
+            # A donated input is freed at its last use, like a value of the graph.
             if not (node.op == "placeholder" and donated(node)):
                 live.kept.update(dict.fromkeys(mine))
             continue

@@ -135,7 +135,7 @@ def _install(tree: TorchTree) -> Status:
         sources[CONFIG_PATH] = _add_digest(sources)
     loaders = {}
     for path, source in sources.items():
-        try:
+        try:  # a hunk that fits may still break a torch that changed around it
             compile(source, path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise HooksError(f"the patched {path} does not compile: {error}") from None

@@ -79,7 +79,7 @@ def describe(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return tuple(map(describe, value))
-    if isinstance(value, AbstractSet):
+    if isinstance(value, AbstractSet):  # its order differs between processes
         return ("set", *sorted(repr(describe(v)) for v in value))
     if isinstance(value, Mapping):
         return ("mapping", *sorted(repr((describe(k), describe(v))) for k, v in value.items()))

@@ -54,6 +54,7 @@ class MergeAmax(GraphPass):
     requires = frozenset({TAGS})
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        # Only maxima that gathers of parameters wait for: others may be the model's own.
         fqns: dict[fx.Node, dict[str, None]] = {}  # by all-reduce
         for start in graph.nodes:
             tag = tag_of(start)

@@ -98,6 +98,7 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
             scatter = _scatter_after(reduce)
             if scatter is None:
                 continue
+            # All values that the reduce-scatter reads have to pass through the all-reduce's wait.
             cuts = cuts_before(scatter.all_input_nodes[0], position)
             cut = next((c for c in cuts if started_by(c.node) is reduce), None)
             reason = _why_not(reduce, scatter, cut, written)
@@ -139,6 +140,7 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
             return f"nodes other than one wait read {start.name}"
     if cut is None:
         return "nodes between them do more than move values and pad with zeros"
+    # With a scale or a cast between the two, a swap would round other values.
     dtype = reduce.meta["val"].dtype
     for node in cut.inside:
         value = node.meta.get("val")

@@ -119,6 +119,7 @@ def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
             stacklevel=3,
         )
         return None
+    # A mesh has its groups already; for a number they are made, by all ranks in one order.
     group: Any = default_group()
     if isinstance(to, DeviceMesh):
         group = to.get_group(to.ndim - 1)

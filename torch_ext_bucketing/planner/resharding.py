@@ -198,6 +198,7 @@ class ReshardAfterForward(GraphPass):
         by_rank = last_of(compilation.ahead, FixedOrderReduce) is not None
         assert self.memory is not None
         try:
+            # The policies, the machine and the buckets are those of the passes that will follow.
             order = last_of(compilation.ahead, Schedule) or Schedule([Overlap()])
             machine = self.machine or order.timed_for
             machine = machine.for_backend(compilation.fuses, compilation.captured)

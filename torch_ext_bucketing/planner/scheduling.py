@@ -61,6 +61,7 @@ def _estimate(model: Model, stage: str, machine: str) -> EstimateReport:
             last = kinds[i] or "other"
             busy[last] += model.ms[i]
             continue
+        # The compute stream's wait counts for the kind of the collective that it waits for.
         if model.start_of[i] >= 0 and line.begin[i] > now:
             exposed[kinds[model.start_of[i]] or "other"] += line.begin[i] - now
         now = line.end[i]

@@ -44,6 +44,7 @@ def state_bytes(
     check_parameters(optimizer, model)
     if optimizer.state:
         return sum(map(_tensor_bytes, optimizer.state.values()))
+    # The class makes the state of a small parameter itself, whatever tensors it keeps.
     found = 0.0
     for group in optimizer.param_groups:
         for dtype in dict.fromkeys(p.dtype for p in group["params"]):

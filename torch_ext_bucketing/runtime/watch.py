@@ -127,6 +127,7 @@ class RunWatch:
 
         @functools.wraps(compiled)
         def run(*args: Any, **kwargs: Any) -> Any:
+            # Modules of one class share a graph, and differ by their first parameter.
             module = id(args[first])
             mine = calls.get(module)
             if mine is None:

@@ -336,7 +336,7 @@ class _Alike:
             parts: list[dict[Coordinate, Rectangle]]
             parts = [{} for _ in range(whole.shape[0] if whole.dim() == 3 else 1)]
             for at, of in blocks_of(whole).items():
-                half = len(of) // 2
+                half = len(of) // 2  # offsets, then sizes; a matrix counts as a stack of one
                 first, row, column = (0, *of[:half])[-3:]
                 count, rows, columns = (1, *of[half:])[-3:]
                 block = Rectangle(row, column, rows, columns)
@@ -415,6 +415,7 @@ class _MatrixBucket:
         coefficients = list(group["ns_coefficients"])
         arguments = (shapes, given, out, coefficients, group["eps"], group["ns_steps"])
         self._sent = self._call(ORTHOGONALIZE, self._sent, *arguments)
+        # The busiest owner's work, so that estimates are alike on every rank.
         flops: dict[Coordinate, int] = {}
         for m in ex.matrices:
             work = newton_schulz_flops(m.rows, m.columns, group["ns_steps"])

@@ -94,6 +94,7 @@ class _Experiments:
     def causes(self) -> Iterator[Cause]:
         """Run all experiments; every rank yields the same causes."""
         trial = self.trial
+        # If eager differs from itself, no experiment can show a cause.
         trial.say("eager FSDP2 once more")
         model = trial.wrapped()
         trial.train(model, model, self.step)
@@ -105,7 +106,7 @@ class _Experiments:
         mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))
         self.mesh_of_one: DeviceMesh = mesh["one"]
         causes: list[Cause] = []
-        if trial.rank.rank == 0:
+        if trial.rank.rank == 0:  # the others wait for rank 0's causes below
             self.order = self._backward_order()
             for name, on_one in _ON_ONE_RANK.items():
                 try:

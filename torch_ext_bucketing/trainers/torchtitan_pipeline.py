@@ -85,6 +85,7 @@ class BucketedStages:
         replace_actions(schedule, planned)
         for i, stage in stages.items():
             if stage.graphs.modules.unshard is not None:
+                # All ranks of a stage place its gathers alike, so they compare the plan, too.
                 graph, buckets = stage.graphs.modules.unshard.graph, compiled[i].buckets
                 agree_on_launches(launches_of(graph, f"stage {i}", buckets, repr(planned)))
                 stage.graphs = _Released(stage.graphs, stage.state)

@@ -71,6 +71,7 @@ class StepInGraph:
         self.layouts = traced.output_subclass_layouts
         others = traced.num_flat_outputs - gradients
         self.other_layouts = {i: of for i, of in self.layouts.items() if i < others}
+        # A tensor subclass among the other outputs is several plain tensors in the graph.
         tensors = sum(of.num_tensors - 1 for of in self.other_layouts.values())
         self.others, self.gradients = others + tensors, gradients
         norm = Norm(float(trainer.config.training.max_norm))

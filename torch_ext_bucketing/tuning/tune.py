@@ -199,6 +199,7 @@ class Tuner:
             self._in_step = False
         if self.chosen is not None:  # found by a compile of this step
             return result
+        # The step without the time that ranks met, and its part before the optimizer.
         times = (end - pause[1] + pause[0] - begin, pause[0] - begin)
         times = (math.inf, math.inf) if self._compiled else times
         self._figures[self._left.pop(0)].append(Figures(*times, meter.peak_bytes()))

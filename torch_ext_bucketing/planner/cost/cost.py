@@ -198,6 +198,7 @@ class Costs:
         It has the dtype and device of the collective ``like``, whose group is the default.
         ``nbytes`` is input and output together.
         """
+        # A graph of one node: a machine's estimate and torch's model of NCCL read nodes.
         graph, row = fx.Graph(), COLLECTIVES[kind]
         value = graph.placeholder("value")
         ranks = group_size(like) if group is None else len(self._ranks_of(group))

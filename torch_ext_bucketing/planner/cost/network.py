@@ -124,7 +124,7 @@ def levels_ms(
     buffer = nbytes * n / whole
     trees = kind.rounds == 2 and nodes > 1 and intra.protocols and inter.protocols
     found = []
-    for inside, between in pairs:
+    for inside, between in pairs:  # a ring is as fast as its slowest hop
         speeds = [inside.reached(intra.bandwidth)] if most > 1 else []
         speeds += [between.reached(fewest * inter.bandwidth)] if nodes > 1 else []
         base = max(inside.base_ms, between.base_ms) if nodes > 1 else inside.base_ms

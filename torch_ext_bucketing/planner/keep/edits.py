@@ -62,18 +62,20 @@ def with_parts(
     """
     live, nodes = backward.liveness, backward.dependencies.nodes
     owner = {n: k for k, one in enumerate(keepables) if one.held for n in one.starts}
-    made: dict[fx.Node, int] = {}
+    made: dict[fx.Node, int] = {}  # by member, the wait in forward after which a part can be cut
     for i, start in enumerate(forward.start_of):
         if start >= 0:
             first = forward.dependencies.nodes[start]
             made.update(dict.fromkeys(forward.members.get(start, (first,)), i))
     wait_of = {start: i for i, start in enumerate(backward.start_of)}
+    # One numbering of storages for both halves: a part is made in forward and read in backward.
     size = [*live.size, *[0] * max(0, len(forward.liveness.size) - len(live.size))]
 
     def storage(nbytes: int) -> int:
         size.append(nbytes)
         return len(size) - 1
 
+    # The buckets of backward, by keepable, whose members all fit the smaller group.
     found: dict[int, list[tuple[int, tuple[fx.Node, ...]]]] = {}
     for place, node in enumerate(nodes):
         members = backward.members.get(place, (node,))
@@ -84,6 +86,7 @@ def with_parts(
     for k, buckets in sorted(found.items()):
         part, held = PartChanges(), list[int]()
         for place, members in buckets:
+            # A merged bucket's pack has the node of its first member; a single gather has none.
             packs = [j for j in backward.dependencies.needs[place] if nodes[j] is members[0]]
             mine = []
             for member in members:
@@ -94,17 +97,17 @@ def with_parts(
                 copy_ms = part.copy_ms.get(made[member], 0.0)
                 part.copy_ms[made[member]] = copy_ms + costs.copy(nbytes)
             given = sum(size[s] for s in mine)
-            moved = given * (1 + smaller.ranks)
+            moved = given * (1 + smaller.ranks)  # input and output of the gather
             ms = costs.as_kind("all_gather", members[0], moved, smaller.group)
             part.changes[place] = {"ms": ms, "group": smaller.group}
-            if packs:
+            if packs:  # the pack concatenates parts instead of shards
                 buffer, before = live.allocates[packs[0]]
                 part.more[packs[0]] = given - size[before]
                 new = buffer, storage(given)
                 ms = costs.pack(given, given)
                 row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
                 part.changes[packs[0]] = row
-            else:
+            else:  # the gather itself reads the part, until its wait
                 both = {"touches": (*live.allocates[place], *mine)}
                 part.changes[place].update(both)
                 part.changes[wait_of[place]] = both

@@ -54,6 +54,7 @@ class HeldUnits:
         self.held_ms = []
         for unit in partitioned.keepables:
             made = [self._made[s] for s in unit.held if s in self._made]
+            # Forward's kernels after the values are made, and backward's before they are read.
             last = max(made, default=len(self._forward)) + bool(made)
             first = max((read[s] for s in unit.held), default=0)
             self.held_ms.append(first_ms[-1] - first_ms[last] + then_ms[first])

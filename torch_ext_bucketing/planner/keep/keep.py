@@ -123,6 +123,7 @@ class KeepPlanner:
         whole = [k for k in gathers if k not in partitioned.parts]
         self._ranked = (*parts, *others, *whole)
         self._others = others
+        # Rankings with each share of the gathers before the activations, with parts and without.
         shared = (
             (*first[: (cut := len(first) * n // _SHARES)], *others, *first[cut:])
             for first in ([*parts, *whole], whole)
@@ -455,6 +456,7 @@ class KeepPlanner:
         nothing = self.scheduled((), limit)
         chosen = self.choose(limit)
         kept = chosen.kept
+        # The price of memory: the time that `more` bytes would save, and as many fewer would cost.
         larger = limit + more
         with paused_gc():
             next_kept = self._distinct(self._fitting(larger, self._ranked, kept))

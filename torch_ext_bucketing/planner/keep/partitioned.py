@@ -106,6 +106,7 @@ class PartitionedModel:
         analysis = GraphAnalysis(
             graph, costs.hints, donated=lambda node: False, external_live_bytes=beside
         )
+        # Both halves take their rows from this model, so a kept value has one number in both.
         joint = model_of(analysis, costs)
         chains = parameter_chains(graph)
         keepables = keepable_units(chains, units)
@@ -148,7 +149,7 @@ class PartitionedModel:
                 self.touched_by[s].append(i)
         self._saved = [s for s in split.handed if self.touched_by[s]]
         made = {s for new in self.forward.liveness.allocates for s in new}
-        self._could_park: dict[int, fx.Node] = {}
+        self._could_park: dict[int, fx.Node] = {}  # by storage, the node that makes it
         for node in could_park(graph) if activations else ():
             for s in joint.liveness.of_node[node]:
                 if s in made and joint.liveness.size[s]:

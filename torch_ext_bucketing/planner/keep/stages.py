@@ -152,12 +152,13 @@ def with_residency(
         return sum(stages[s].gathered for s in of)
 
     last = {s: i for i, needed, _, _ in places for s in needed}
+    # No placement has a smaller peak than the largest action alone.
     least = max((running + size(needed) for _, needed, _, running in places), default=0)
     ways: dict[frozenset[int], tuple[int, list[frozenset[int]]]] = {frozenset(): (0, [])}
     for i, needed, at_rest, running in places:
         found: dict[frozenset[int], tuple[int, list[frozenset[int]]]] = {}
         for resident, (cost, path) in ways.items():
-            kept = frozenset(s for s in resident if last[s] >= i)
+            kept = frozenset(s for s in resident if last[s] >= i)  # others are not read again
             missing = needed - kept
             cost += size(missing)
             gathering = max((stages[s].running.get("UNSHARD", 0) for s in missing), default=0)

@@ -286,6 +286,7 @@ def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
         if group[i] is not None:  # its path begins after it
             continue
         ahead[i] += ms[i]
+        # A collective that is shorter than the kernels before it is hidden: look for the next one.
         while (at := start[i]) >= 0 and ms[at] < ahead[i]:
             ahead[i] += ms[at] + ahead[at]
             start[i] = start[at]
@@ -397,6 +398,7 @@ class ModelAnalysis:
                 fillers.append(i)
         self.fillers = sorted(fillers, key=self.first_use.__getitem__)
         self.latest = self._latest_starts(model)
+        # A sparse table: the maximum between any two kernels takes two look-ups.
         self.live, most = self._live_at_kernels(model)
         self.most_in, half = [most], 1
         while 2 * half <= len(kernels):

@@ -372,6 +372,7 @@ class ListScheduler:
         """Return the number of the kernel to run next."""
         analysis, options, model = self.analysis, self.options, self.model
         before, kernels = analysis.compute_before, analysis.kernels
+        # Kernels beyond the window, up to ``fill``, run only if no nearer one can begin.
         reach = before[self.head] + max(options.window, options.fill)
         near = before[self.head] + options.window
         capped = self._run_is_full()
@@ -387,7 +388,7 @@ class ListScheduler:
                 break
             kernel = kernels[number]
             tail = tails[kernel]
-            if now + tail > self.at_most_ms:
+            if now + tail > self.at_most_ms:  # no order ends before this path does
                 self.lost = True
             send = sends[kernel]
             busy = busy_ms.get(send[1], 0.0)

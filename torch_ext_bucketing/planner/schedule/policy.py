@@ -287,7 +287,7 @@ class Overlap(Policy):
         given = _QUICK_WINDOWS if quick else _WINDOWS
         windows = tuple(dict.fromkeys(min(w, self.window) for w in given))
         found = [(w, self.depth, True) for w in windows]
-        if not quick:
+        if not quick:  # twice the depth, and gathers by their deadline alone
             found += [(w, 2 * self.depth, True) for w in windows if self.depth]
             found += [(w, 0, True) for w in windows[:1] if self.depth]
         found += [(w, self.depth, False) for w in windows[:1]]

@@ -97,6 +97,7 @@ def schedule(
             if machine.fuses:  # which kernels there are depends on the order
                 model, first = modelled(costs), report
                 report, order = _in_its_order(model, policies, first), range(len(model))
+                # Its kernels may miss a bound that the estimate kept: once more, from this order.
                 if report.misses > first.misses:
                     again = schedule_model(model, policies, first.reference_bytes)
                     reorder(model, again.order)

@@ -110,6 +110,7 @@ class _Level:
         if not queue:
             self._begin[i] = now
         queue.append([i, ms])
+        # Ends are known only as far as nothing else launches, so they are computed anew each time.
         ahead = {g: deque([list(entry) for entry in q]) for g, q in self._queues.items()}
         self._run(ahead, self._clock, math.inf)
 
@@ -127,6 +128,7 @@ class _Level:
             busy = [q for q in queues.values() if q]
             if not busy:
                 break
+            # Each of n busy groups runs at an n-th of its rate, until the first one is done.
             step = min(until - clock, min(q[0][1] for q in busy) * len(busy))
             clock += step
             for queue in busy:
