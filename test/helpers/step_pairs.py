@@ -85,7 +85,7 @@ class Pair:
         torch.manual_seed(0)
         start = model()
         self.max_norm, self.tokens = max_norm, tokens_of(rank, 37, 2, 8)
-        self.skip = options.get("skip_nonfinite", False)
+
         self.eager = eager_fsdp2(copy.deepcopy(start), UNITS, mesh)
         mode = "fully_shard" if replicas == 1 else "hybrid_shard"
         self.model = teb.data_parallel(start, mesh, mode)
@@ -108,9 +108,7 @@ class Pair:
     def take(self, *numbers: int, given: Sequence[Sequence[Any]] = ((),)) -> bool:
         """Take a step with the batches of these numbers; return whether all is equal."""
         batches = [(self.tokens(n), *given[i % len(given)]) for i, n in enumerate(numbers)]
-        norm = eager_step(
-            self.eager, self.optimizers, batches, self.max_norm, self.skip, self.scaler
-        )
+        norm = self.take_eager(self.eager, self.optimizers, batches)
         for batch in batches[:-1]:
             self.step.accumulate(*batch)
         self.step(*batches[-1])
@@ -122,6 +120,27 @@ class Pair:
             and (norm is None) == (ours is None)
             and (norm is None or norm.item().hex() == ours.item().hex())
         )
+
+    def take_eager(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batches: Any
+    ) -> torch.Tensor | None:
+        """Take a step as training loops do; return the norm."""
+        scaler = self.scaler or torch.amp.GradScaler("cpu", enabled=False)
+        for batch in batches:
+            scaler.scale(loss_of(model, *batch)).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norm = None
+        if self.max_norm is not None:
+            norm_type = self.options.get("norm_type", 2.0)
+            total = nn.utils.clip_grad_norm_(model.parameters(), self.max_norm, norm_type)
+            norm = getattr(total, "full_tensor", lambda: total)()
+        for optimizer in optimizers:
+            if not self.options.get("skip_nonfinite") or norm is None or norm.isfinite():
+                scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        return norm
 
     def same(self) -> bool:
         """Compare weights, gradients and optimizer state."""
@@ -143,29 +162,3 @@ def saved(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 def gradients(model: nn.Module) -> list[Any]:
     found = [(name, p.grad) for name, p in model.named_parameters()]
     return [(name, None if g is None else g.to_local().tolist()) for name, g in found]
-
-
-def eager_step(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    batches: Sequence[Sequence[Any]],
-    max_norm: float | None,
-    skip: bool = False,
-    scaler: torch.amp.GradScaler | None = None,
-) -> torch.Tensor | None:
-    """Take a step as training loops do; return the norm."""
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    for batch in batches:
-        scaler.scale(loss_of(model, *batch)).backward()
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    norm = None
-    if max_norm is not None:
-        total = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        norm = getattr(total, "full_tensor", lambda: total)()
-    for optimizer in optimizers:
-        if not skip or norm is None or norm.isfinite():
-            scaler.step(optimizer)
-        optimizer.zero_grad()
-    scaler.update()
-    return norm

@@ -88,7 +88,6 @@ def order() -> FSDPParamOrder:
 APART = teb.Schedule(teb.Overlap(), machine=replace(H100, host_ms={}))
 CASES: dict[str, Callable[[], list[teb.GraphPass]]] = {
     "unmerged": lambda: [APART],
-    "units": lambda: [teb.BucketByUnit(order(), KINDS)],
     "units apart": lambda: [teb.BucketByUnit(order(), KINDS), APART],
     "caps": lambda: [teb.BucketAndSchedule(teb.Overlap(), kinds=KINDS)],
     "all-to-all": lambda: [teb.BucketByUnit(order(), KINDS), teb.FixedOrderReduce(), APART],
@@ -140,8 +139,6 @@ def watched_step(passes: list[teb.GraphPass], mode: str) -> tuple[InFlight, int]
 @pytest.mark.parametrize(
     ("case", "mode"),
     [
-        ("unmerged", "hybrid_shard"),
-        ("units", "fully_shard"),
         ("units apart", "hybrid_shard"),
         ("caps", "fully_shard"),
         ("all-to-all", "hybrid_shard"),

@@ -116,22 +116,6 @@ def rows_that_can_not_be_divided(*xs):
     return [reduce_scatter(x, world()) for x in xs]
 
 
-@odd((4,), (4,), (4,))
-def written_to_itself(p, q, new):
-    """Write gathered values back to the gather's input, which makes a cycle through memory."""
-    for _ in range(2):
-        q.copy_(all_gather(p, world())[:4])
-        p.copy_(all_gather(q, world())[4:] + new)
-    return [p, q]
-
-
-@odd((4,), (4,))
-def gathered_value_written(p, q):
-    a = all_gather(p, world())
-    a.mul_(2)
-    return [a, all_gather(p, world()), all_gather(q, world())]
-
-
 @odd((4,), (4,))
 def reduced_in_place(p, q):
     x = p + 1
@@ -168,13 +152,6 @@ def unhinted_sizes() -> fx.GraphModule:
 @built
 def empty() -> fx.GraphModule:
     return fx.GraphModule({}, fx.Graph())
-
-
-@built
-def nothing_but_an_output() -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(None)
-    return fx.GraphModule({}, graph)
 
 
 @built
@@ -585,7 +562,6 @@ HARMLESS_KEYS: dict[str, Callable[[fx.Node], Any]] = {
     "infinite": lambda n: math.inf,
     "writes metadata": lambda n: n.meta.__setitem__("seen", True),
 }
-WANT = [["a", "a"], ["a", "a"], ["b", "b"], ["b", "b"]]
 
 
 def refused(
@@ -632,21 +608,6 @@ def test_choosing_caps_asks_the_key_about_the_graph_itself():
 
 
 # -- hooks: group filter, caps, eligibility -------------------------------------------------------
-
-
-def clears(counts: Any) -> Any:
-    counts.clear()
-    return []
-
-
-def sets(counts: Any) -> Any:
-    counts["9"] = 3
-    return ["9"]
-
-
-def communicates(counts: Any) -> Any:
-    dist.barrier()
-    return list(counts)
 
 
 CAP_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketByUnit"}

@@ -304,13 +304,12 @@ def _beside_eager(rank, compiler, again, schedules):
 @pytest.mark.parametrize(
     ("compiler", "again", "schedules"),
     [
-        ("pools", (), True),
         ("pools", (0,), True),
         pytest.param("pools", (), False, marks=[pytest.mark.slow]),
-        ("aot_eager", (), True),
+        pytest.param("aot_eager", (), True, marks=pytest.mark.slow),
         pytest.param("inductor", (0,), True, marks=pytest.mark.slow),
     ],
-    ids=["pools", "checkpointed", "not-scheduled", "aot_eager", "inductor"],
+    ids=["checkpointed", "not-scheduled", "aot_eager", "inductor"],
 )
 def test_bits_of_eager(compiler, again, schedules):
     world = 2 if compiler == "inductor" else 4

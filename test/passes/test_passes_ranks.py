@@ -45,10 +45,9 @@ def _aot_eager_equals_uncompiled(rank, mode, reshard):
 @pytest.mark.parametrize(
     ("mode", "reshard"),
     [
-        pytest.param("fully_shard", False, marks=pytest.mark.slow),
         ("fully_shard", True),
         ("hybrid_shard", True),
-        ("replicate", False),
+        pytest.param("replicate", False, marks=pytest.mark.slow),
     ],
 )
 def test_aot_eager_equals_uncompiled(mode, reshard):
@@ -125,11 +124,8 @@ def _uncompiled_equals_fsdp2(rank, mode, param_dtype, reduce_dtype):
 @pytest.mark.parametrize(
     ("mode", "world", "param_dtype", "reduce_dtype"),
     [
-        ("fully_shard", 2, torch.bfloat16, torch.float32),
         ("fully_shard", 2, torch.bfloat16, None),
-        ("fully_shard", 2, None, None),
         ("hybrid_shard", 4, torch.bfloat16, torch.float32),
-        ("hybrid_shard", 4, torch.bfloat16, None),
     ],
 )
 def test_uncompiled_equals_fsdp2(mode, world, param_dtype, reduce_dtype):

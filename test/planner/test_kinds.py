@@ -12,12 +12,10 @@ from torch_ext_bucketing.graph import nodes as collectives
 from torch_ext_bucketing.graph.nodes import COLLECTIVES, CollectiveType, is_collective
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Level, Machine
-from torch_ext_bucketing.planner.cost.measure import measure
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.plot import Drawn, _trace_events, plot
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.base import change
-from torch_ext_bucketing.testing.ring import on_ranks
 
 BROADCAST = C10D.broadcast.default
 ROW = CollectiveType(
@@ -41,18 +39,6 @@ def with_broadcast():
         mock.patch.dict(collectives._KIND_OF_TARGET, {BROADCAST: "broadcast"}),
     ):
         yield
-
-
-def _measured(rank):
-    with with_broadcast():
-        machine = measure((2,), kib=[4], repeats=1)
-    return {key: [n for n, _ in points] for key, points in machine.collectives.items()}
-
-
-def test_it_is_measured():
-    measured, _ = on_ranks(_measured)
-    assert measured["broadcast", (2, 1)] == [2 * 4096]
-    assert len(measured) == 5
 
 
 def test_it_is_timed_drawn_and_reported(two_ranks, tmp_path):

@@ -349,9 +349,3 @@ def test_ranks_compare_the_jobs_machine(monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         found.add(Pipeline([teb.Schedule(teb.Overlap())]).planned_with(Compilation()))
     assert len(found) == 2
-
-
-def test_eight_ranks_of_one_node_and_of_eight_are_different_by_default():
-    one = H100.network_ms("all_gather", range(8), 2**28)
-    eight = H100.network_ms("all_gather", range(0, 64, 8), 2**28)
-    assert eight > 5 * one

@@ -16,7 +16,6 @@ from random_graphs import (
     Builder,
     choose_caps,
     demo_graphs,
-    layered_graph,
     random_graph,
 )
 
@@ -127,16 +126,6 @@ def test_fused_gradient_is_written_into_its_bucket():
     moved = 2 * 3 * 4 * 256  # two products of two values each
     expected = pytest.approx(SLOW.kernel_ms + moved / SLOW.bandwidth * 1e3)
     assert Timeline.of(planned).compute_ms == Timeline.of(merged).compute_ms == expected
-
-
-@pytest.mark.parametrize("cap", [300, 900, 10**6])
-def test_live_bytes_are_those_of_the_merged_graph(cap):
-    gm = layered_graph(600, 60, ["0", "0"], share=False)
-    planned, merged = both(gm.graph, ByCap(cap / 2**20).plan(GraphAnalysis(gm.graph)))
-    check_is_model(planned)
-    assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
-    assert planned.liveness.at_start == merged.liveness.at_start
-    assert bytes_left(planned) == bytes_left(merged)
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def compiled(*passes, dim=64):
     return graphs, b.last_report()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_halves_with_parked_activations_are_what_the_partitioner_makes(fake_world, seed):
     rng, found = random.Random(seed), {}
 

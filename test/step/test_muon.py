@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from sharded_models import small_transformer, tokens_of
+from sharded_models import Keep, small_transformer, tokens_of
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -150,12 +150,12 @@ def hybrid(rank: int) -> list[bool]:
 @pytest.mark.parametrize(
     ("function", "world"),
     [
-        (uneven, 3),
         pytest.param(clipped, 2, marks=pytest.mark.torch),
-        (copies, 2),
-        pytest.param(hybrid, 4, marks=pytest.mark.slow),
         (experts, 3),
-        (hybrid_experts, 4),
+        pytest.param(uneven, 3, marks=pytest.mark.slow),
+        pytest.param(copies, 2, marks=pytest.mark.slow),
+        pytest.param(hybrid, 4, marks=pytest.mark.slow),
+        pytest.param(hybrid_experts, 4, marks=pytest.mark.slow),
     ],
 )
 def test_bits_are_those_of_the_whole_matrices(function, world):
@@ -201,16 +201,11 @@ def model(fake_world):
 
 def planned(model: nn.Module, muon=torch.optim.Muon, **options):
     """Take one step; return its report and the nodes of its backward graph."""
-    graphs = []
-
-    def keep(gm, inputs):
-        graphs.append(gm.graph)
-        return gm.forward
-
-    step = step_of(model, optimizers(model, muon), compiler=keep, **options)
+    graphs = Keep()
+    step = step_of(model, optimizers(model, muon), compiler=graphs, **options)
     step(TOKENS)
     (report,) = (r for r in step.backend.last_report().rewrites if isinstance(r, StepReport))
-    return report, list(graphs[-1].nodes)
+    return report, list(graphs["backward"].graph.nodes)
 
 
 @pytest.mark.torch
@@ -287,7 +282,7 @@ def test_what_cannot_be_exchanged_is_refused(model, monkeypatch):
 
 def plan_of(rank: int) -> list[object]:
     """Return what the planner sees of the exchanges, and what this rank's owners receive."""
-    model = teb.data_parallel(small_transformer(), init_device_mesh("cpu", (3,)))
+    model = teb.data_parallel(small_transformer(layers=1), init_device_mesh("cpu", (3,)))
     _, nodes = planned(model, exchange_bytes=4096)
     ours, costs = [n for n in nodes if work_of(n) or collective_kind(n)], Costs()
     sizes = [n.meta["val"].numel() for n in ours if n.target is SEND]
@@ -340,7 +335,7 @@ def loaded(rank: int, path: str) -> list[list[np.ndarray]]:
     return [before, wholes(model, of)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_momentum_of_two_ranks_loads_on_three_and_into_eager(tmp_path):
     first = on_ranks(saved, str(tmp_path), world=2, timeout_s=240)[0]
     second = on_ranks(loaded, str(tmp_path), world=3, timeout_s=240)[0]

@@ -166,19 +166,3 @@ def test_parts_reach_owners_and_updates_all_ranks(found):
                 assert tiles(m.rows, m.columns, [m.blocks[p.at] for p in parts if p.matrix == i])
     back = run(of[ranks[0]], {at: of[at].to_shards() for at in ranks}, there)
     assert {at: sorted(parts) for at, parts in back.items()} == given
-
-
-def test_what_is_whole_at_its_owner_stays_there():
-    mesh, cut = (2, 3), (True, True)
-    for owner, dims in (((1, 2), []), ((1, 0), [1]), ((0, 2), [0])):
-        one = Matrix(2, 2, cut, {(1, 2): Rectangle(0, 0, 2, 2)}, owner)
-        ex = Routes([one], mesh, (0, 0))
-        assert [s.dim for s in ex.to_owners() if s.dim is not None] == dims
-        assert [s.dim for s in ex.to_shards() if s.dim is not None] == dims
-
-
-def test_blocks_that_leave_or_share_rows_are_refused():
-    assert tiles(3, 2, [Rectangle(0, 0, 2, 2), Rectangle(2, 0, 1, 2), Rectangle(3, 0, 0, 2)])
-    assert not tiles(3, 2, [Rectangle(0, 0, 2, 2), Rectangle(1, 0, 2, 2)])
-    assert not tiles(3, 2, [Rectangle(0, 0, 2, 2)])
-    assert not tiles(2, 2, [Rectangle(0, 0, 1, 1), Rectangle(1, 1, 1, 1)])

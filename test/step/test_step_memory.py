@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from collective_graphs import fake_group
+from sharded_models import Keep
 from step_pairs import Ugly, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -87,21 +88,16 @@ def backward(
 ):
     """Take a step; return it and its backward graph."""
     torch._dynamo.reset()
-    graphs = []
-
-    def keep(gm, inputs):
-        graphs.append(gm.graph)
-        return gm.forward
-
+    graphs = Keep()
     with fake_group(ranks, rank):
         model = teb.data_parallel(start(), init_device_mesh("cpu", (ranks,)))
         optimizer = make(model.parameters())
         passes = passes_of(model, optimizer)
-        step = teb.train_step(model, optimizer, loss_of, passes=passes, compiler=keep, **options)
+        step = teb.train_step(model, optimizer, loss_of, passes=passes, compiler=graphs, **options)
         for _ in range(microbatches - 1):
             step.accumulate(TOKENS)
         step(TOKENS)
-        analysis = GraphAnalysis(graphs[-1])
+        analysis = GraphAnalysis(graphs["backward"].graph)
         return step, analysis, model_of(analysis)
 
 
@@ -192,12 +188,7 @@ def test_updates_stand_where_a_bound_on_memory_is_kept():
 def matrices_under(kib: float, **options) -> tuple[int, float, bool]:
     """Return the exchanges of Muon's matrices, their live KiB, and whether the report has all."""
     torch._dynamo.reset()
-    graphs = []
-
-    def keep(gm, inputs):
-        graphs.append(gm.graph)
-        return gm.forward
-
+    graphs = Keep()
     with fake_group(2, 0):
         layers = (nn.Linear(64, 64, bias=False) for _ in range(12))
         model = teb.data_parallel(nn.Sequential(*layers), init_device_mesh("cpu", (2,)))
@@ -205,11 +196,11 @@ def matrices_under(kib: float, **options) -> tuple[int, float, bool]:
         passes = teb.recipe(
             model, "speed", memory=memory, state_bytes_per_parameter=4, machine=NO_HOST
         )
-        given = {"passes": passes, "compiler": keep, **options}
+        given = {"passes": passes, "compiler": graphs, **options}
         muon = torch.optim.Muon(model.parameters())
         step = teb.train_step(model, muon, lambda model, x: model(x).sum(), **given)
         step(torch.zeros(1, 64))
-        analysis = GraphAnalysis(graphs[-1])
+        analysis = GraphAnalysis(graphs["backward"].graph)
         live = model_of(analysis).liveness.own_profile
         at = [i for i, n in enumerate(analysis.dependencies.nodes) if n.target is ORTHOGONALIZE]
         last = step.backend.last_report()
