@@ -44,10 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server that all ranks of a run are forked from; install the hooks if given.
-
-    Tests of a process's start, end, hash seed or environment at import start their own processes.
-    """
+    """Start the server that all ranks of a run are forked from; install the hooks if given."""
     given = config.getoption("--hooks")
     ranks.preload("torch" if given else "rank_imports")  # ranks import what the hooks change later
     if given:
@@ -71,10 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempt torch's objects from garbage collection, which takes a third of a compile's time.
-
-    Ranks do the same, see ``rank_imports``.
-    """
+    """Exempt torch's objects from garbage collection, which takes a third of a compile's time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -3,7 +3,10 @@
 import ast
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+
+import pytest
 
 import torch_ext_bucketing
 
@@ -17,10 +20,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path, *, lazy: bool) -> set[str]:
-    """List the package's modules that a module imports, for type checkers alone included.
-
-    ``lazy``: those that functions import, too.
-    """
+    """List the package's modules that a module imports, for type checkers alone included."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     own = path.relative_to(ROOT.parent).with_suffix("").parts
     package = own[:-1]
@@ -82,10 +82,7 @@ def test_imports_between_modules_point_one_way():
 
 
 def test_imports_between_folders_point_one_way():
-    """``_exports``, ``_source``, ``errors`` and ``fqns`` are below all folders.
-
-    The rest of the root is above them.
-    """
+    """``_exports``, ``_source``, ``errors`` and ``fqns`` are below all folders, the rest above."""
     edges: dict[str, set[str]] = {}
     for path in MODULES:
         folder = name_of(path).partition(".")[0]
@@ -122,30 +119,15 @@ def test_the_core_does_not_import_the_planner():
 
 
 LOADED = """
-import importlib, pathlib, sys
-import torch_ext_bucketing
+import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(f"torch_ext_bucketing.{name}")
-for name, module in sys.modules.items():
-    if name.partition(".")[0] == "torch_ext_bucketing":
-        text = pathlib.Path(module.__file__).read_text(encoding="utf-8")
-        print(len(text.splitlines()), name)
+    print(*(n.partition(".")[2] for n in sys.modules if n.startswith("torch_ext_bucketing.")))
 """
-
-
-def loaded(*modules: str) -> dict[str, int]:
-    """Import modules in a new process; count the lines of each module of the package it loads."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, *modules], check=True, capture_output=True, text=True
-    )
-    rows = (line.split() for line in done.stdout.splitlines())
-    return {name: int(lines) for lines, name in rows}
-
-
 REWRITES = [
+    "passes.merge_amax",
     "passes.combine_uses",
     "passes.reshard_to",
-    "passes.merge_amax",
     "passes.add_by_unit",
     "passes.reduce_scatter_first",
     "passes.separate_groups",
@@ -153,18 +135,17 @@ REWRITES = [
 ]
 
 
-def test_core_passes_load_no_planner():
-    core = ["passes.bucketing", *REWRITES]
-    lines = loaded(*core)
-    assert {f"torch_ext_bucketing.{name}" for name in core} <= set(lines)
-    assert [name for name in lines if ".planner" in name] == []
-
-
 def test_a_pass_loads_what_it_needs():
-    """A rewrite neither shards models nor runs ranks, steps or commands."""
-    folders = {name.split(".")[1] for name in loaded("passes.merge_amax") if "." in name}
+    """A rewrite neither shards models nor runs ranks, steps or commands; the core plans nothing."""
+    core = [*REWRITES, "passes.bucketing"]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *core], check=True, capture_output=True, text=True
+    )
+    first, *_, last = (line.split() for line in done.stdout.splitlines())
     apart = {"commands", "planner", "recipes", "step", "testing", "trainers", "tuning"}
-    assert folders & apart == set()
+    assert {name.partition(".")[0] for name in first} & apart == set()
+    assert set(core) <= set(last)
+    assert [name for name in last if name.startswith("planner")] == []
 
 
 def test_nothing_imports_the_hooks_and_they_import_nothing():
@@ -186,11 +167,7 @@ def test_the_root_is_small_and_no_module_is_long():
 
 
 def test_private_torch_is_touched_in_one_folder():
-    """Only ``_torch/`` imports ``torch._inductor`` and other modules with such names.
-
-    Allowed everywhere are what torch offers to others: config entries and the base class of custom
-    passes. ``hooks`` patches torch's files, and ``testing`` uses the package as a client.
-    """
+    """Only ``_torch/`` imports ``torch._inductor`` and other modules with such names."""
     offered = ("torch._inductor.config", "torch._inductor.custom_graph_pass")
     found = []
     for path in MODULES:
@@ -221,3 +198,17 @@ def test_torch_is_enough():
                 names = {alias.name for alias in node.names}
             found += [f"{name_of(path)}: {name}" for name in needs & names]
     assert found == []
+
+
+def test_public_names_are_few():
+    """The public names fit on half a page."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = {name: getattr(torch_ext_bucketing, name) for name in dir(torch_ext_bucketing)}
+    assert set(torch_ext_bucketing.__all__) < set(found)
+    assert len(found) <= 24, sorted(found)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'BucketUnit'"):
+        getattr(torch_ext_bucketing, "BucketUnit")  # noqa: B009

@@ -43,11 +43,7 @@ def run_step(compiled: torch.nn.Module) -> None:
 
 
 def counts_of_units(scope: dict[str, Any]) -> list[dict[str, int]]:
-    """Count collectives per parameter and per unit.
-
-    Backward gathers again all but the embedding, whose weight it does not read, and the last unit,
-    which stays gathered.
-    """
+    """Count collectives per parameter and per unit."""
     last = len(scope["order"].units[-1])
     parameters, units = len(list(scope["model"].parameters())), len(scope["order"].units)
     return [

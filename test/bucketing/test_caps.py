@@ -23,7 +23,6 @@ from collective_graphs import (
     under_hash_seeds,
 )
 from collective_graphs import all_gather as gather
-from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import WORLD, Builder, layered_graph, random_graph, real_inputs
@@ -42,7 +41,6 @@ from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan, chosen_groups
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.dependencies import Writes
 from torch_ext_bucketing.graph.nodes import KINDS, bucket_key, group_name, kind_of, wire_bytes
-from torch_ext_bucketing.graph.tags import Tag, set_tag
 
 MIB = 2**20
 SEEDS = st.integers(0, 2**32 - 1)
@@ -67,8 +65,8 @@ def cap_of(sizes: list[int]):
     return lambda i: sizes[min(i, len(sizes) - 1)] / MIB
 
 
-def names(plan: MergePlan) -> list[tuple[str, list[str]]]:
-    return [(b.kind, [m.name for m in b.members]) for b in plan.buckets]
+def planned(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> MergePlan:
+    return ByCap(cap_mb, **{"eligible": everything, **options}).plan(GraphAnalysis(gm.graph))
 
 
 def is_acyclic(graph: fx.Graph, buckets: list[Bucket]) -> bool:
@@ -127,7 +125,7 @@ def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
     eligible = "tag" if tagged else everything
-    plan = ByCap(cap_of(caps), kinds=KINDS, eligible=eligible).plan(GraphAnalysis(gm.graph))
+    plan = planned(gm, cap_of(caps), kinds=KINDS, eligible=eligible)
     assert str(gm.graph) == before
     check_plan(gm, plan, caps)
 
@@ -166,14 +164,14 @@ def test_merging_computes_the_same(seed, size, cap, writes):
     gm = random_graph(seed, size, GROUPS[:2], writes, share=False)
     inputs = real_inputs(gm)
     expected = run_all_ranks(gm, inputs)
-    plan = ByCap(cap / MIB, eligible=everything).plan(GraphAnalysis(gm.graph))
+    plan = planned(gm, cap / MIB)
     count = sum(kind_of(n) is not None for n in gm.graph.nodes)
     reports = apply_plan(GraphAnalysis(gm.graph), plan)
     gm.graph.lint()
     left = [n for n in gm.graph.nodes if kind_of(n) is not None]
     assert len(left) == count - sum(len(b.members) - 1 for b in plan.buckets)
     assert_same(run_all_ranks(gm, inputs), expected)
-    again = ByCap(1000.0, eligible=everything).plan(GraphAnalysis(gm.graph))
+    again = planned(gm, 1000.0)
     assert not {r.node for r in reports} & {m.name for b in again.buckets for m in b.members}
 
 
@@ -198,27 +196,6 @@ def test_torchs_pass_with_the_hooks_merges_the_same(cap):
     assert plan.buckets
 
 
-def test_planning_again_changes_nothing():
-    """With one key and full buckets, lone members stay alone for the same reason."""
-    builder = Builder()
-    outputs = [
-        builder.collective("all_gather", builder.leaf(8, torch.float32), "0") for _ in range(7)
-    ]
-    gm = builder.finish(outputs)
-    cap = 2 * 8 * 4 * WORLD / MIB
-    first = ByCap(cap, eligible=everything).plan(GraphAnalysis(gm.graph))
-    assert [len(b.members) for b in first.buckets] == [2, 2, 2]
-    assert [b.closed_by for b in first.buckets] == ["bytes", "bytes", "bytes"]
-    assert [(a.closed_by, a.wire_bytes) for a in first.unmerged] == [("end", 8 * 4 * WORLD)]
-    apply_plan(GraphAnalysis(gm.graph), first)
-    code = str(gm.graph)
-    second = ByCap(cap, eligible=everything).plan(GraphAnalysis(gm.graph))
-    assert not second.buckets
-    assert {left.reason for left in second.ineligible} == {"it is a bucket already"}
-    apply_plan(GraphAnalysis(gm.graph), second)
-    assert str(gm.graph) == code
-
-
 def test_four_collectives_of_two_kinds_that_can_only_half_merge():
     """a1 -> b1 and b2 -> a2 across kinds: gathers first, then no reduce-scatter fits."""
     builder = Builder()
@@ -228,7 +205,7 @@ def test_four_collectives_of_two_kinds_that_can_only_half_merge():
     b1 = builder.collective("reduce_scatter", a1, "1")
     a2 = builder.collective("all_gather", b2, "0")
     gm = builder.finish([b1, a2])
-    plan = ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph))
+    plan = planned(gm)
     assert [b.kind for b in plan.buckets] == ["all_gather"]
     assert [a.closed_by for a in plan.unmerged] == ["dependency", "end"]
     assert "by way of other buckets" in plan.unmerged[0].reason
@@ -246,16 +223,16 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
 
     gm = trace(step, *(torch.randn(8, 8) for _ in range(6)))
 
-    def planned(run: int | None) -> tuple[list[int], list[str]]:
-        plan = ByCap(1.0, eligible=everything, max_compute_run=run).plan(GraphAnalysis(gm.graph))
+    def of(run: int | None) -> tuple[list[int], list[str]]:
+        plan = planned(gm, max_compute_run=run)
         closed = [*(b.closed_by for b in plan.buckets), *(a.closed_by for a in plan.unmerged)]
         assert all("compute nodes" in b.detail for b in plan.buckets if b.closed_by == "run")
         return [len(b.members) for b in plan.buckets], closed
 
-    assert planned(None) == ([5], ["end"])
-    assert planned(15) == ([5], ["end"])
-    assert planned(8) == ([2, 2], ["run", "run", "end"])
-    assert planned(2) == ([], ["run"] * 4 + ["end"]), "what can't be kept is kept as well as can be"
+    assert of(None) == ([5], ["end"])
+    assert of(15) == ([5], ["end"])
+    assert of(8) == ([2, 2], ["run", "run", "end"])
+    assert of(2) == ([], ["run"] * 4 + ["end"]), "what can't be kept is kept as well as can be"
 
 
 # -- writes ---------------------------------------------------------------------------------------
@@ -264,9 +241,7 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
 def merged(gm: fx.GraphModule, inputs: list[list[torch.Tensor]], **options: Any) -> MergePlan:
     """Merge a graph, check that all ranks compute the same as before, and return the plan."""
     expected = run_all_ranks(gm, inputs)
-    plan = ByCap(1.0, **{"kinds": KINDS, "eligible": everything, **options}).plan(
-        GraphAnalysis(gm.graph)
-    )
+    plan = planned(gm, **{"kinds": KINDS, **options})
     apply_plan(GraphAnalysis(gm.graph), plan)
     assert_same(run_all_ranks(gm, inputs), expected)
     return plan
@@ -338,10 +313,7 @@ def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn):
 
 @pytest.mark.parametrize("read_late", [False, True])
 def test_a_reduction_in_place_is_no_barrier(read_late):
-    """torchtitan's ``spmd_types`` traces such reductions.
-
-    If another node reads the value before it is written, the reduction is a barrier.
-    """
+    """torchtitan's ``spmd_types`` traces such reductions."""
 
     def step(p, q, x):
         first, y = gather(p, dist.group.WORLD), x + 1
@@ -363,9 +335,7 @@ def test_a_bucket_of_backward_is_marked_as_its_members_were(marked):
         if mark:
             node.meta["autograd_backward"] = True
     old = set(gm.graph.nodes)
-    apply_plan(
-        GraphAnalysis(gm.graph), ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph))
-    )
+    apply_plan(GraphAnalysis(gm.graph), planned(gm))
     new = [n for n in gm.graph.nodes if n not in old]
     assert len(starts(gm)) == 1
     assert {"autograd_backward" in n.meta for n in new} == {all(marked)}
@@ -376,15 +346,12 @@ def test_the_writes_of_a_bucket_are_no_barrier():
     gm = trace(
         lambda *xs: [gather(x, dist.group.WORLD) for x in xs], *(torch.zeros(2) for _ in range(6))
     )
-    plan = ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph))
+    plan = planned(gm)
     some = Bucket("all_gather", None, plan.buckets[0].members[2:4])
     apply_plan(GraphAnalysis(gm.graph), MergePlan((some,)))
     assert any(n.target is C10D.all_gather_into_tensor_out.default for n in gm.graph.nodes)
     assert Writes(gm.graph.nodes).unordered == []
-    assert [
-        len(b.members)
-        for b in ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph)).buckets
-    ] == [4]
+    assert [len(b.members) for b in planned(gm).buckets] == [4]
 
 
 # -- groups, caps, eligibility --------------------------------------------------------------------
@@ -398,7 +365,7 @@ def gathers_on(*groups: str) -> fx.GraphModule:
 
 def test_primary_group_has_the_most_gathers():
     gm = gathers_on("1", "0", "0", "1", "0")
-    plan = ByCap(1.0, eligible="structure", groups="primary").plan(GraphAnalysis(gm.graph))
+    plan = planned(gm, eligible="structure", groups="primary")
     assert [{group_name(m) for m in b.members} for b in plan.buckets] == [{"0"}]
     assert {left.reason for left in plan.ineligible} == {
         "its process group 1 is not one of groups="
@@ -415,16 +382,14 @@ def test_primary_group_has_the_most_gathers():
     assert primary(b=counts(0, 0, 1), a=counts(0, 0, 2)) == ("a",)
     assert primary() == ()
     apply_plan(GraphAnalysis(gm.graph), plan)  # leaves one gather on group 0, two on group 1
-    again = ByCap(1.0, eligible="structure", groups="primary").plan(GraphAnalysis(gm.graph))
+    again = planned(gm, eligible="structure", groups="primary")
     assert not again.buckets
 
 
 def test_each_group_has_its_own_cap(monkeypatch):
     gm = gathers_on(*"010101010101")
     one = 4 * 4 * WORLD
-    plan = ByCap(
-        {"0": 2 * one / MIB, "1": lambda i: (i + 1) * one / MIB}, eligible=everything
-    ).plan(GraphAnalysis(gm.graph))
+    plan = planned(gm, {"0": 2 * one / MIB, "1": lambda i: (i + 1) * one / MIB})
     members = {g: [] for g in "01"}
     for bucket in plan.buckets:
         members[group_name(bucket.members[0])].append(len(bucket.members))
@@ -436,7 +401,7 @@ def test_each_group_has_its_own_cap(monkeypatch):
     monkeypatch.setattr(
         caps_module, "default_cap_mb", lambda size: asked.append(size) or 3 * one / MIB
     )
-    plan = ByCap(eligible=everything).plan(GraphAnalysis(gm.graph))
+    plan = planned(gm, None)
     assert [len(b.members) for b in plan.buckets] == [3, 3, 3, 3]
     assert asked == [WORLD]
 
@@ -487,7 +452,7 @@ def test_group_names_that_are_nodes():
         for start in gm.graph.nodes:
             if kind_of(start) is not None and start.args[-1] == group.group_name:
                 start.args = (*start.args[:-1], node)
-    plan = ByCap(eligible=everything, groups="primary").plan(GraphAnalysis(gm.graph))
+    plan = planned(gm, None, groups="primary")
     assert [len(b.members) for b in plan.buckets] == [2]
 
 
@@ -517,7 +482,7 @@ def test_hinted_symbolic_sizes_are_planned_and_merged():
     gm = make_fx(model, tracing_mode="symbolic")(torch.zeros(6, 3), torch.zeros(6, 3))
     start = next(n for n in gm.graph.nodes if kind_of(n))
     assert isinstance(start.meta["val"].shape[0], torch.SymInt)
-    plan = ByCap(1.0, eligible=everything).plan(GraphAnalysis(gm.graph))
+    plan = planned(gm)
     assert [(len(b.members), b.wire_bytes) for b in plan.buckets] == [(2, 2 * 6 * 3 * 4 * WORLD)]
     (report,) = apply_plan(GraphAnalysis(gm.graph), plan)
     assert [(m.shape, m.nbytes) for m in report.members] == [((6, 3), 72), ((6, 3), 72)]
@@ -568,7 +533,7 @@ def planning_steps(nodes: int, collectives: int) -> float:
     plans: list[MergePlan] = []
 
     def plan() -> None:
-        plans.append(ByCap(512 / MIB, eligible=everything).plan(GraphAnalysis(gm.graph)))
+        plans.append(planned(gm, 512 / MIB))
 
     count = lines_run(plan, str(Path(caps_module.__file__).parents[1]))
     assert plans[0].buckets
@@ -576,48 +541,12 @@ def planning_steps(nodes: int, collectives: int) -> float:
 
 
 def test_planning_takes_a_number_of_steps_that_grows_with_the_graph_alone():
-    """Planning a graph of ten times the size takes ten times the steps.
-
-    In time: 1 s for 100,000 nodes with 4,000 collectives, see ``python -m benchmarks.bucketing``.
-    """
+    """Planning a graph of ten times the size takes ten times the steps."""
     small, large = planning_steps(2_000, 80), planning_steps(20_000, 800)
     assert large < 1.1 * small
 
 
 # -- snapshots ------------------------------------------------------------------------------------
-
-
-def test_a_plan_in_words():
-    """The plan has buckets closed for each reason, and collectives left alone."""
-    b = Builder()
-    shards = [b.leaf(WORLD * n, torch.float32) for n in (8, 8, 8, 40, 8)]
-    gathered = [b.collective("all_gather", x, "0") for x in shards[:3]]
-    products = [b.call(torch.ops.aten.mm.default, (g, g), 16, torch.float32) for g in gathered]
-    reduced = [b.collective("reduce_scatter", x, "1") for x in products]
-    gathered.append(b.collective("all_gather", b.add(gathered[0], gathered[0]), "0"))
-    gathered += [b.collective("all_gather", x, "0") for x in shards[3:]]
-    gm = b.finish([*reduced, *gathered[3:]])
-    starts = [n for n in gm.graph.nodes if kind_of(n)]
-    for i, start in enumerate(starts[:-1]):
-        set_tag(start, Tag(kind_of(start), (f"layers.{i}.w",)))
-    plan = ByCap(512 / MIB, max_compute_run=2).plan(GraphAnalysis(gm.graph))
-    lines = [
-        f"{b.kind}: {', '.join(m.name for m in b.members)}; {b.wire_bytes} of {b.cap_bytes} bytes, "
-        f"closed by {b.closed_by}: {b.detail}"
-        for b in plan.buckets
-    ]
-    lines += [f"alone: {u.node}; closed by {u.closed_by}: {u.reason}" for u in plan.unmerged]
-    lines += [f"left: {x.node}; {x.reason}" for x in plan.ineligible]
-    assert_expected_inline(
-        "\n".join(lines),
-        """\
-all_gather: all_gather_into_tensor_default, all_gather_into_tensor_default_1, all_gather_into_tensor_default_2; 384 of 512 bytes, closed by dependency: all_gather_into_tensor_default_3 needs the result of all_gather_into_tensor_default
-reduce_scatter: reduce_scatter_tensor_default, reduce_scatter_tensor_default_1; 128 of 512 bytes, closed by run: with reduce_scatter_tensor_default_2: 3 compute nodes since the bucket before
-alone: reduce_scatter_tensor_default_2; closed by end: no other collective of its bucket key follows
-alone: all_gather_into_tensor_default_3; closed by bytes: with all_gather_into_tensor_default_4: 768 bytes, above the cap of 512
-alone: all_gather_into_tensor_default_4; closed by end: no other collective of its bucket key follows
-left: all_gather_into_tensor_default_5; it serves no known parameter""",
-    )
 
 
 # -- the contraction itself -----------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_nothing_is_left_out_of_even_graphs(even, uneven):
             assert not any(kind_of(n) for n in side.nodes)
 
 
-@pytest.mark.parametrize("cap", [0.0005, 0.002, 1.0])
+@pytest.mark.parametrize("cap", [0.0005, 1.0])
 @pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
 def test_a_merged_model_is_alike_on_all_ranks_and_as_if_merged(uneven, phase, cap):
     found = []

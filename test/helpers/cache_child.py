@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -59,10 +57,7 @@ def shard_scaled(model: nn.Module, mesh: Any, cls: Any = TensorScaled) -> nn.Mod
 
 
 class TensorParallelPair(Pair):
-    """A pair whose parameters are sharded over both dimensions of a mesh.
-
-    They are gathered over the first. Over the second, ``a`` is sharded by columns and ``b`` by rows.
-    """
+    """A pair whose parameters are sharded over both dimensions of a mesh."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mesh = self.a.parametrizations.weight.original.device_mesh
@@ -191,21 +186,6 @@ def _artifacts(way: str) -> list[dict[str, Any]]:
         return results + [as_rank(rank, way) for rank in (1, 0)]
 
 
-def damaged(way: str) -> list[dict[str, Any]]:
-    """Compile on rank 1 three times; cut every cache entry in half before the second time."""
-    with fresh_cache():
-        results = [as_rank(1, way)]
-        cut = 0
-        for name in ("fxgraph", "aotautograd"):
-            for path in Path(cache_dir(), name).rglob("*"):
-                if path.is_file():
-                    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-                    cut += 1
-        if cut != 2 + 1:
-            raise AssertionError(f"{cut} entries")
-        return results + [as_rank(1, way) for _ in range(2)]
-
-
 def real(way: str) -> list[dict[str, Any]]:
     """Compile on a rank of a gloo group, and run the model without a compiler."""
     dist.init_process_group("gloo")
@@ -215,11 +195,7 @@ def real(way: str) -> list[dict[str, Any]]:
 
 
 def one_for_all(*ways: str) -> list[dict[str, Any]]:
-    """Compile for all ranks on each rank of a gloo group, then load the artifacts of rank 0.
-
-    The model also runs without a compiler. Rank 0 returns the results of all ranks: lines that
-    several ranks print could mix.
-    """
+    """Compile for all ranks on each rank of a gloo group, then load the artifacts of rank 0."""
     torch.distributed.config.compile_on_one_rank = True
     dist.init_process_group("gloo")
     found: list[Any] = [None] * dist.get_world_size()
@@ -258,11 +234,8 @@ def by_backend(make):
     return lambda model: (teb.backend("inductor", [make()]), {})
 
 
-def by_config(order, own_pass=False, **entries):
-    """Configure torch's own bucketing by config entries alone.
-
-    With ``own_pass``, a pass of the module that the test edits sets the payload order.
-    """
+def by_config(order, **entries):
+    """Configure torch's own bucketing by config entries alone."""
 
     def setup(model):
         settings = {
@@ -271,12 +244,8 @@ def by_config(order, own_pass=False, **entries):
             ENTRIES + "bucket_max_collectives_between": None,
             **{ENTRIES + name: value for name, value in entries.items()},
         }
-        if order is not None or own_pass:
-            write = (
-                from_hooks("OwnOrder", model)
-                if own_pass
-                else teb.hooks.TagParameters(model, order=order)
-            )
+        if order is not None:
+            write = teb.hooks.TagParameters(model, order=order)
             settings["joint_custom_post_pass"] = write
             settings[ENTRIES + "bucket_payload_order_key"] = "fsdp_payload_order"
         return "inductor", settings
@@ -284,11 +253,11 @@ def by_config(order, own_pass=False, **entries):
     return setup
 
 
-def from_hooks(name, *args):
-    """Make an object of a class in the module that the test edits."""
+def own_pass():
+    """Make the pass of the module that the test edits."""
     import hooks
 
-    return getattr(hooks, name)(*args)
+    return hooks.OwnPass(AB)
 
 
 def edited(model):
@@ -303,14 +272,13 @@ SETUPS = {
     "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
     "backend, lambda": by_backend(lambda: teb.BucketByUnit(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
-    "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
+    "backend, own pass": by_backend(own_pass),
     "backend, edited": edited,
     "config": by_config(AB),
     "config, other order": by_config(BA),
     "config, model turned": by_config(AB),
     "config, filter": by_config(AB, fsdp_group_filter=["default_pg"]),
     "config, values only": by_config(None),
-    "config, own pass": by_config(None, own_pass=True),
 }
 
 
@@ -394,11 +362,7 @@ def uuids(name: str) -> dict[str, Any]:
 
 
 def setups(*names: str) -> list[dict[str, Any]]:
-    """Compile each of ``SETUPS`` by name; the name "uuids" runs :func:`uuids` instead.
-
-    Results have the hits, misses and bypasses of both caches, the digests of the code that ran
-    (forward, backward) and the log. Setups of config entries install the hooks.
-    """
+    """Compile each of ``SETUPS`` by name; the name "uuids" runs :func:`uuids` instead."""
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
     with fake_group(2):

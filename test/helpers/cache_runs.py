@@ -65,8 +65,3 @@ class Checkout:
         assert [r["name"] for r in results] == list(names)
         assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
         return {r["name"]: r for r in results}
-
-    def edit(self, path: Path, old: str, new: str) -> None:
-        text = path.read_text(encoding="utf-8")
-        assert text.count(old) == 1, (path, text.count(old))
-        path.write_text(text.replace(old, new), encoding="utf-8")

@@ -76,11 +76,7 @@ _PLUMBING = re.compile(
 
 
 def show(gm: fx.GraphModule) -> str:
-    """Print the graph's code for a snapshot, without the lines that differ between torch versions.
-
-    These unpack a bucket's output. Their results appear as ``_``; tests of values check that each
-    user reads its own part.
-    """
+    """Print the graph's code for a snapshot, without the lines that differ between torch versions."""
     lines = []
     plumbing: set[str] = set()
     for line in gm.code.splitlines():
@@ -100,12 +96,7 @@ def run_all_ranks(
     inputs: Sequence[Sequence[torch.Tensor]],
     peers: Callable[[int, str], list[int]] | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Run one graph on every rank of the world in lockstep; ``inputs[rank]`` are its placeholders.
-
-    ``peers(rank, group)`` returns the ranks of a group; by default every group spans the world.
-    Reductions add in rank order. All-gathers and reduce-scatters read their input from the start to
-    the wait: an assertion fails if it changes in between.
-    """
+    """Run one graph on every rank in lockstep; ``peers`` lists the ranks of a group, or all are."""
     world = len(inputs)
     env: list[dict[fx.Node, Any]] = [{} for _ in range(world)]
     feeds = [iter(i) for i in inputs]
@@ -217,10 +208,7 @@ def _run_script(rank: object, script: str) -> Any:
 
 
 def under_hash_seeds(script: str) -> list[Any]:
-    """Run ``script`` in two processes with different hash seeds; parse the last line of each as JSON.
-
-    Both import from ``PATHS``. One is a rank: its seed is that of the ranks' server, usually random.
-    """
+    """Run ``script`` in two processes with different hash seeds; parse the last line of each as JSON."""
     from torch_ext_bucketing.testing.ranks import run_ranks
 
     env = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(PATHS)}

@@ -194,12 +194,7 @@ class Halves(CustomPartitionerFn):
 def halves(
     model: nn.Module, compiler: str, *passes: teb.GraphPass, memory: teb.PeakMemory | None = None
 ) -> tuple[dict[str, fx.GraphModule], CompileReport]:
-    """Compile forward and backward of a model up to the partitioner, under a bound.
-
-    Args:
-        memory: the bound of ``recipe``; None: one that no choice keeps, so that everything is
-            computed again that can be.
-    """
+    """Compile a model up to the partitioner, under a bound; None: one that no choice keeps."""
     torch._dynamo.reset()
     register()
     sharded = data_parallel(model, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
@@ -227,12 +222,7 @@ def halves(
 
 
 def outcome(attend: Callable[..., torch.Tensor], compiler: str) -> str:
-    """Return what becomes of an attention kernel in backward if memory is short.
-
-    Args:
-        attend: of :data:`KERNELS`, or of :func:`fused`.
-        compiler: ``"inductor"`` or ``"aot_eager"``, for its partitioner.
-    """
+    """Return what becomes of an attention kernel in backward if memory is short."""
     graphs, _ = halves(Blocks(attend), compiler)
     kernels = [sum(map(is_attention, graphs[half].graph.nodes)) for half in ("forward", "backward")]
     assert kernels[0] == 2, graphs["forward"].code

@@ -126,10 +126,7 @@ def _values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 class TwoPlanes(torch.Tensor):
-    """An unsharded weight, quantized once along its rows and once along its columns.
-
-    A product reads the plane that is quantized along its contracted dimension.
-    """
+    """An unsharded weight, quantized once along its rows and once along its columns."""
 
     _PARTS = ("rows", "row_scale", "columns", "column_scale")
 

@@ -1,8 +1,4 @@
-"""Random programs of ``fully_shard`` calls over small models, run with eager FSDP2 and with ours.
-
-All ranks draw the same programs from one seed, and learn of each other's result before they go on,
-so that hypothesis shrinks on all of them alike.
-"""
+"""Random programs of ``fully_shard`` calls over small models, run with eager FSDP2 and with ours."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -188,10 +184,7 @@ def steps(model: Model, run: Any) -> list[torch.Tensor]:
 
 
 def compare(program: Program) -> str:
-    """Run a program both ways; return "equal", what eager FSDP2 refuses, or what we do.
-
-    Raises an AssertionError if bits differ.
-    """
+    """Run a program both ways; return "equal", what eager FSDP2 refuses, or what we do."""
     ranks = dist.get_world_size()
     shape = (ranks,) if program.replicas == 1 else (program.replicas, ranks // program.replicas)
     names = ("shards",) if len(shape) == 1 else ("replicas", "shards")

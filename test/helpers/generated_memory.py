@@ -118,12 +118,7 @@ class Live(TorchDispatchMode):
 
 
 def live_of(code: str, inputs: Sequence[Any], kept: Sequence[bool]) -> Live:
-    """Run generated code; return what it counted.
-
-    Args:
-        inputs: fake tensors or numbers like the graph's inputs.
-        kept: by input, whether the caller keeps it.
-    """
+    """Run generated code; return what it counted."""
     meta: dict[int, torch.Tensor] = {}
 
     def as_meta(value: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Read the order of collectives, waits and compute nodes from the code that Inductor generates.
-
-Graphs are compiled up to the text of the code, so that fake CUDA tensors do without a GPU.
-"""
+"""Read the order of collectives, waits and compute nodes from the code that Inductor generates."""
 
 from __future__ import annotations
 
@@ -36,13 +33,7 @@ class _Generated(BaseException):
 def orders(
     graph: Graph, passes: list[GraphPass], options: dict[str, Any], *, pinned: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Compile a graph with passes; list its nodes as scheduled and as in the generated code.
-
-    Args:
-        graph: on the CPU or on fake CUDA.
-        options: Inductor's config.
-        pinned: whether Inductor is made to keep the order.
-    """
+    """Compile a graph with passes; list its nodes as scheduled and as in the generated code."""
     backend = backends.backend("inductor", passes, size_hints=graph.config.size_hints)
     compilation = backend.pipeline.compilation(size_hints=graph.config.size_hints)
     planned: list[str] = []
@@ -89,10 +80,7 @@ def _inlined(code: str) -> str:
 
 @contextlib.contextmanager
 def _names_in_code() -> Iterator[None]:
-    """Write a comment with the node's name before each call of an external kernel; stop there.
-
-    Inductor's own comments name the nodes of the traced graph, and those of fused neighbours.
-    """
+    """Write a comment with the node's name before each call of an external kernel; stop there."""
     lowered: dict[str, str] = {}
     running: list[str] = []
     run_node, register = GraphLowering.run_node, GraphLowering.register_operation
@@ -126,10 +114,7 @@ def _names_in_code() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Let Inductor generate code for fake CUDA tensors on a machine without a GPU.
-
-    It needs a torch with CUDA, and triton.
-    """
+    """Let Inductor generate code for fake CUDA tensors on a machine without a GPU."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found, unused-ignore]
     from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
 

@@ -27,10 +27,7 @@ SIMULATOR = {
 
 
 def table() -> dict[tuple[str, int | tuple[int, int]], list[tuple[int, float]]]:
-    """Return :data:`SIMULATOR` as ``collectives`` of a :class:`.Machine`.
-
-    A gather takes the time of a reduce-scatter of the same whole buffer.
-    """
+    """Return :data:`SIMULATOR` as ``collectives`` of a :class:`.Machine`."""
     found: dict[tuple[str, int | tuple[int, int]], list[tuple[int, float]]] = {}
     for (kind, ranks, nodes), series in SIMULATOR.items():
         whole = [2**20 << i for i in range(len(series))]

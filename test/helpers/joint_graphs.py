@@ -1,7 +1,4 @@
-"""Write joint graphs of sharded parameters as functions; trace, tag and run them.
-
-Collectives run on the rows and columns of a grid of ranks. The fake process groups are rank 0's.
-"""
+"""Write joint graphs of sharded parameters as functions; trace, tag and run them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +15,7 @@ from torch_ext_bucketing.graph.tags import Tag, set_tag
 
 
 class Joint:
-    """Records the parameter of each collective while a function is traced.
-
-    Args:
-        shards: number of ranks that a parameter is sharded over; they have consecutive numbers.
-        replicas: number of such groups.
-    """
+    """Records parameters of collectives in a trace, for ``replicas`` groups of ``shards`` ranks."""
 
     def __init__(self, shards: int, replicas: int = 1) -> None:
         self.shards, self.replicas = shards, replicas
@@ -82,10 +74,7 @@ class Joint:
     def run(
         self, gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[torch.Tensor]]:
-        """Run the graph on all ranks in lockstep and return the flat outputs of each.
-
-        ``inputs[rank]`` are the placeholders. Reductions add in rank order.
-        """
+        """Run the graph on all ranks in lockstep and return the flat outputs of each."""
         return run_all_ranks(gm, inputs, self.peers)
 
     def inputs(

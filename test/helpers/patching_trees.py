@@ -150,10 +150,7 @@ def git(repository: Path, *arguments: str) -> str:
 
 
 def make_repository(folder: Path) -> Path:
-    """Commit the files of the installed torch that its series touches, and apply the series.
-
-    The tags are ``original`` and, for each patch, ``commit-1``, ``commit-2``, ...
-    """
+    """Commit the files of the installed torch that its series touches, and apply the series."""
     git(folder, "init", "--quiet")
     for path in touched(series_folder()):
         if path.startswith("torch/"):

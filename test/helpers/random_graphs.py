@@ -1,7 +1,4 @@
-"""Build graphs of collectives: random ones, and graphs shaped like those of training.
-
-Most are built node by node with fake values, which takes about a millisecond; some are traced.
-"""
+"""Build graphs of collectives: random ones, and graphs shaped like those of training."""
 
 import copy
 import functools
@@ -54,11 +51,7 @@ OPTIONS = st.builds(
 
 
 class Builder:
-    """Builds a graph of vectors with ``WORLD * n`` elements, which every collective accepts.
-
-    With ``share``, nodes share fake values, which saves most of the build time. Planners accept
-    that. Merging does not: it traces, and tracing identifies nodes by their values.
-    """
+    """Builds a graph of vectors with ``WORLD * n`` elements, which every collective accepts."""
 
     def __init__(self, share: bool = False, mode: FakeTensorMode = _MODE) -> None:
         self.graph = fx.Graph()
@@ -126,10 +119,7 @@ class Builder:
 def random_graph(
     seed: int, collectives: int, groups: Sequence[str], writes: bool = True, share: bool = True
 ) -> fx.GraphModule:
-    """Build a graph of collectives of three kinds and two dtypes on ``groups``, with sums between.
-
-    With ``writes``, some nodes write to inputs. Three in four collectives are tagged.
-    """
+    """Build a graph of collectives of three kinds and two dtypes on ``groups``, with sums between."""
     rng = random.Random(seed)
     builder = Builder(share)
     values = [builder.leaf(WORLD * rng.randint(1, 40), rng.choice(DTYPES)) for _ in range(6)]
@@ -169,11 +159,7 @@ def random_graph(
 
 
 def odd_graph(seed: int, groups: Sequence[str]) -> tuple[fx.GraphModule, bool]:
-    """Build a graph of unusual features on ``groups``, tagged with parameters of module ``m``.
-
-    For example empty tensors and scalars, starts with no wait or two, writes to results, missing
-    metadata, a wrong order. Returns the graph, and whether ``run_all_ranks`` can run it.
-    """
+    """Build a graph of unusual features on ``groups``, tagged with parameters of module ``m``."""
     rng = random.Random(seed)
     b = Builder()
     runs = True
@@ -257,11 +243,7 @@ def real_inputs(gm: fx.GraphModule, world: int = WORLD) -> list[list[torch.Tenso
 def layered_graph(
     nodes: int, collectives: int, groups: Sequence[str], share: bool = True
 ) -> fx.GraphModule:
-    """Build a graph shaped like a training step, with about this many nodes and collectives.
-
-    Each layer all-gathers inputs, computes with an all-reduce of another group on the path, and
-    reduce-scatters results, which stay alive to the end.
-    """
+    """Build a graph shaped like a training step, with about this many nodes and collectives."""
     builder = Builder(share)
     per_layer = 10  # 6 all-gathers, 2 all-reduces on the path, 2 reduce-scatters
     layers = max(1, collectives // per_layer)
@@ -351,10 +333,7 @@ def backward_graph(layers: int = 4, products: int = 3) -> fx.GraphModule:
 
 
 def machine(collective_ms: float = 1.0, mm_ms: float = 1.0) -> teb.Machine:
-    """Make a machine with these times for DIM x DIM products and for collectives.
-
-    Other kernels take almost no time.
-    """
+    """Make a machine with these times for DIM x DIM products and for collectives."""
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     return teb.Machine(
         flops={"float32": 2 * DIM**3 / (mm_ms * 1e-3)},
@@ -370,10 +349,7 @@ def order_of(gm: fx.GraphModule) -> str:
 
 
 def demo_graphs() -> dict[str, fx.GraphModule]:
-    """Copy the demo model's forward and backward graphs, with one collective per parameter.
-
-    They are traced once, on two ranks.
-    """
+    """Copy the demo model's forward and backward graphs, with one collective per parameter."""
     return {stage: copy.deepcopy(gm) for stage, gm in _traced_demo().items()}
 
 

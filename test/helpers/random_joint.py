@@ -67,14 +67,7 @@ class _Joint:
 def random_joint(
     seed: int, units: int, ranks: int = 2, period: int = 0
 ) -> tuple[fx.Graph, Machine]:
-    """Make a chain of layers of random widths, and a machine for it.
-
-    With ``period``: the first ``period`` layers are repeated.
-
-    On the machine, communication takes between a quarter and four times as long as computation.
-    Each layer is a unit: one or two sharded matrices, and up to three products with a matrix that
-    is not sharded. After some layers a wide activation is saved.
-    """
+    """Make a chain of layers of random widths, and a machine for it."""
     rng = random.Random(seed)
     j = _Joint(ranks)
     rows = 64 * rng.randint(1, 8)

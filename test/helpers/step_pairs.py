@@ -60,12 +60,7 @@ def loss_of(model: nn.Module, *args: Any) -> torch.Tensor:
 
 
 class Pair:
-    """The same training by eager FSDP2 and by :func:`teb.train_step`.
-
-    Args:
-        make: makes the optimizers of a model.
-        options: of ``train_step``; ``model`` makes the model.
-    """
+    """The same training by eager FSDP2 and by :func:`teb.train_step`."""
 
     def __init__(
         self,

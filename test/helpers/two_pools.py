@@ -1,8 +1,4 @@
-"""Run graphs with device memory and host memory as two pools, on a machine that has one.
-
-A copy between the pools arrives at its wait and not before: until then its result is poison. Each
-kernel checks that all it reads is on the device and has arrived.
-"""
+"""Run graphs with device memory and host memory as two pools, on a machine that has one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +15,7 @@ class PoolError(AssertionError):
 
 
 class TwoPools(TorchDispatchMode):
-    """The pools of one rank.
-
-    Attributes:
-        parked: pinned bytes of all copies to the host so far.
-        most_in_flight: the most copies that were under way at once.
-    """
+    """The pools of one rank."""
 
     def __init__(self) -> None:
         super().__init__()

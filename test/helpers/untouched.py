@@ -13,11 +13,7 @@ _FOLDERS = tuple(torch_ext_bucketing.__path__)
 
 
 def touched_torch() -> list[str]:
-    """List what of the loaded torch comes from this package, sorted.
-
-    That is a finder on ``sys.meta_path``, a module that such a finder has loaded, or a function,
-    method or property of torch's whose code lies in this package's folder.
-    """
+    """List what of the loaded torch comes from this package, sorted."""
     found = [f"the finder {finder!r}" for finder in sys.meta_path if _is_from_here(finder)]
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] != "torch" or module is None:

@@ -1,7 +1,4 @@
-"""``hooks.install()`` serves patched modules, and importing the package changes nothing.
-
-Each case runs in a process that has imported torch, and no part of it that compiles.
-"""
+"""``hooks.install()`` serves patched modules, and importing the package changes nothing."""
 
 import contextlib
 import contextvars
@@ -144,10 +141,7 @@ def changes_nothing(rank: Rank) -> None:
 
 @pytest.mark.torch
 def test_the_package_changes_nothing_in_torch() -> None:
-    """Import and compile: finders, torch's modules and config entries stay as they were.
-
-    An entry that is set without the hooks is torch's own error.
-    """
+    """Import and compile: finders, torch's modules and config entries stay as they were."""
     fresh(changes_nothing)
 
 

@@ -39,10 +39,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("fresh_dynamo", "fake_w
 
 
 class InFlight:
-    """The collectives between start and wait, which may read and write their tensors any time.
-
-    ``changed`` names the collectives whose tensors a kernel changed in between.
-    """
+    """The collectives between start and wait, which may read and write their tensors any time."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
@@ -95,10 +92,7 @@ CASES: dict[str, Callable[[], list[teb.GraphPass]]] = {
 
 
 def scribble(self: AsyncCompile, types: Sequence[str], source: str) -> Callable[..., None]:
-    """Replace a generated kernel by one that overwrites each float tensor it may write.
-
-    Compiling takes most of a test's time, and values don't matter here.
-    """
+    """Replace a generated kernel by one that overwrites each float tensor it may write."""
 
     def kernel(*args: Any) -> None:
         for arg, kind in zip(args, types, strict=True):

@@ -1,13 +1,11 @@
-"""Inductor's FX graph cache and the AOTAutograd cache, warm and cold, across processes.
-
-All processes share one cache directory, empty at first. Between them, files of a copy of the
-package and of a user's passes are edited.
-"""
+"""Inductor's FX graph cache and the AOTAutograd cache, warm and cold, across processes."""
 
 import copy
 import dataclasses
+import errno
 import inspect
 import logging
+import os
 import pickle
 import textwrap
 from collections.abc import Callable
@@ -22,9 +20,11 @@ from patching_trees import copy_package, run_python
 from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch_features import CONFIG
+from untouched import touched_torch
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._source import _sources
+from torch_ext_bucketing._torch import caches
 from torch_ext_bucketing._torch.caches import watched_caches
 from torch_ext_bucketing.errors import NoUuidError
 from torch_ext_bucketing.passes import cache_key as _cache_key
@@ -373,3 +373,37 @@ def test_the_packages_digest_is_of_its_sources_alone(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "b.cpython-311.pyc").touch()
     assert list(_sources(tmp_path)) == found
+
+
+# -- folders that are full --------------------------------------------------------------------------
+
+
+def test_a_full_folder_is_named_where_torch_must_write(tmp_path, monkeypatch):
+    from torch._inductor import codecache
+
+    class Full:
+        def __enter__(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def __exit__(self, *error):
+            return None
+
+    code = str(tmp_path / "code.py")
+    with caches.watched_caches():
+        codecache.write_atomic(code, "1", make_dirs=True)
+        monkeypatch.setattr(Path, "open", lambda *args, **kwargs: Full())
+        with pytest.raises(OSError, match=f"No space left on device: '{code}'"):
+            codecache.write_atomic(code, "2")
+    monkeypatch.undo()
+    assert Path(code).read_text() == "1"
+
+
+def test_what_a_compile_wraps_in_torch_is_found_and_is_gone_afterwards():
+    assert touched_torch() == []
+    with caches.watched_caches():
+        assert touched_torch() == [
+            "torch._inductor.codecache.write_atomic",
+            "torch._inductor.output_code.CompiledFxGraph.__init__",
+            "torch._inductor.output_code.CompiledFxGraph.post_compile",
+        ]
+    assert touched_torch() == []

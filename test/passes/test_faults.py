@@ -31,7 +31,7 @@ from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
-from torch_ext_bucketing.fsdp.units import FSDPParamOrder, Units
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.edits import Snapshot, unchanged_on_error
 from torch_ext_bucketing.graph.nodes import KINDS, kind_of
@@ -686,40 +686,23 @@ class Blocks(torch.nn.Module):
 
 BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ValueError: [
-        (
-            r"lacks module 'layers\.3'",
-            lambda: teb.fsdp.manual_plan(["layers.[0-99999999999999]"], Blocks()),
-        ),
-        ("no module is named 'head'", lambda: FSDPParamOrder.from_model(Blocks(), ["head"])),
-        ("'b' is in two units, 0 and 1", lambda: teb.BucketByUnit([["a", "b"], ["b"]])),
         ("needs a bound: memory=PeakMemory", lambda: teb.ReshardAfterForward("auto")),
         (
             "memory= belongs to 'auto', got True",
             lambda: teb.ReshardAfterForward(keep=["a"], memory=teb.PeakMemory(gib=1)),
         ),
-        (
-            "'a' is in two units, 0 and 1",
-            lambda: teb.ReshardAfterForward(
-                "auto", memory=teb.PeakMemory(gib=1), units=[["a"], ["b", "a"]]
-            ),
-        ),
-        ("tuple of names", lambda: Tag("all_gather", (None,))),
         ("a positive number, got '4'", lambda: teb.PeakMemory(gib="4")),
         ("a positive number", lambda: teb.PeakMemory(ratio=math.nan)),
-        ("positive", lambda: teb.PeakMemory(ratio=-1)),
         ("either gib or ratio", lambda: teb.PeakMemory()),
-        ("either gib or ratio", lambda: teb.PeakMemory(gib=1, ratio=1)),
         ("max_consecutive", lambda: teb.MaxComputeRun(0)),
         ("depth", lambda: teb.Overlap(depth=-1)),
         ("bandwidth must be a positive", lambda: teb.Machine(bandwidth="fast")),
-        ("bandwidth", lambda: teb.Machine(bandwidth=0)),
         ("no measurement", lambda: teb.Machine(collectives={("all_gather", 2): ()})),
         ("kernel_ms must be a time", lambda: teb.Machine(kernel_ms=math.nan)),
         (
             r"\(0, 1.0\) is not \(bytes above 0, ms\)",
             lambda: teb.Machine(collectives={("all_gather", 2): [(0, 1.0)]}),
         ),
-        ("cap_mb must be a positive number", lambda: teb.BucketByCap(-1)),
         ("caps_mb is empty", lambda: teb.BucketAndSchedule([], caps_mb=())),
         (
             "each of caps_mb must be a positive number",
@@ -727,26 +710,17 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ),
     ],
     TypeError: [
-        ("got the string", lambda: teb.BucketByUnit("layers.0")),
-        ("must be a string, got 3", lambda: teb.BucketByUnit([["a", 3]])),
         ("or 'auto', got 'head'", lambda: teb.ReshardAfterForward("head")),
         (r"keep=\[\.\.\.\]", lambda: teb.ReshardAfterForward(["head"])),
         ("got the string 'head'", lambda: teb.ReshardAfterForward(keep="head")),
-        ("must be a string, got 1", lambda: teb.ReshardAfterForward(keep=[1])),
         (
             "memory must be a PeakMemory or None, got 70",
             lambda: teb.ReshardAfterForward("auto", memory=70),
         ),
-        (
-            "payload_order must be a callable",
-            lambda: teb.BucketByUnit([["a"]], payload_order="name"),
-        ),
         ("prefetch_under must map names", lambda: teb.Overlap(prefetch_under=["a"])),
         ("groups must be a list of names", lambda: teb.BucketByCap(groups="0")),
-        ("groups must be a list of names", lambda: teb.BucketByCap(groups=len)),
         ("groups must be names", lambda: teb.BucketByCap(groups=["0", 1])),
         ("eligibel", lambda: teb.BucketAndSchedule([], eligibel="tag")),
-        ("max_spam", lambda: teb.BucketByCap(1.0, max_spam=3)),
         ("payload_order must be a callable", lambda: teb.BucketByCap(1.0, payload_order=True)),
         ("payload_order must be a callable", lambda: teb.BucketAndSchedule([], payload_order=3)),
     ],

@@ -14,7 +14,7 @@ from torch_ext_bucketing.passes.add_by_unit import AddByUnit
 from torch_ext_bucketing.passes.base import ORDER, GraphPass
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.merge_amax import MergeAmax
-from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.passes.pipeline import DISABLE, Pipeline
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
@@ -195,3 +195,36 @@ def test_settings_that_are_in_no_field_keep_the_caches_away(caplog):
     assert Own(3).uuid() is None
     assert "make it a frozen dataclass, or define settings()" in caplog.text
     assert Named(3).settings() == (3,)
+
+
+# -- MatchFSDP2: four rewrites under one name -------------------------------------------------------
+
+PARTS = ["AddByUnit", "CombineUses", "MergeAmax", "ReduceScatterFirst"]
+
+
+def joint_passes(*passes):
+    return [p.name for p in Pipeline(passes).joint if p.name != "TagParameters"]
+
+
+def match():
+    model = TwoBlocks()
+    return teb.MatchFSDP2(model, teb.transformer_block_plan(model))
+
+
+def test_a_pipeline_runs_the_passes_that_it_stands_for():
+    assert joint_passes(match()) == PARTS
+    assert joint_passes(teb.MatchFSDP2()) == PARTS[1:]
+
+
+@pytest.mark.parametrize("off", [*PARTS, "MatchFSDP2"])
+def test_it_and_each_part_can_be_switched_off(monkeypatch, off):
+    monkeypatch.setenv(DISABLE, off)
+    assert joint_passes(match()) == [p for p in PARTS if off not in (p, "MatchFSDP2")]
+    assert Pipeline([match()]).disabled == (off,)
+
+
+def test_units_and_model_belong_together():
+    with pytest.raises(TypeError, match="give model and units, or neither"):
+        teb.MatchFSDP2(TwoBlocks())
+    with pytest.raises(TypeError, match="give model and units, or neither"):
+        teb.MatchFSDP2(units=["a"])

@@ -1,7 +1,4 @@
-"""With the entries unset, patched and unpatched torch make the same graphs.
-
-They are equal node for node on every rank, except where the fixes of the series apply.
-"""
+"""With the entries unset, patched and unpatched torch make the same graphs."""
 
 import json
 import re

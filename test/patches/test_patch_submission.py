@@ -1,7 +1,4 @@
-"""The patch series as it would be submitted: ``git am`` on a clean torch, commit by commit.
-
-Every commit runs in a torch of symbolic links that has that commit's files and nothing of this package.
-"""
+"""The patch series as it would be submitted: ``git am`` on a clean torch, commit by commit."""
 
 import ast
 import json

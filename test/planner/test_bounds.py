@@ -26,10 +26,7 @@ LAYERS, ROWS = 12, 16 * DIM
 
 
 def backward_with_deferrable_gradients() -> fx.GraphModule:
-    """Make layers of two gradients: the input's, exchanged over TP's network, and the weight's.
-
-    The next layer needs the first one. No node needs the second one.
-    """
+    """Make layers of two gradients: the input's, exchanged over TP's network, and the weight's."""
     b = Trainer()
     tensor_parallel = dist.new_group([0, 1]).group_name
 

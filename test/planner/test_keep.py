@@ -48,7 +48,6 @@ from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
-GIB = 2**30
 UNITS = [["embedding"], ["layers.0"], ["layers.1"], ["head"]]
 NAMES = [unit_name(u) for u in UNITS]
 STAGES = ("forward", "backward")
@@ -102,10 +101,7 @@ def auto(memory, **options):
 
 
 class Chosen(teb.GraphPass):
-    """Makes a random choice, with or without one unit for all parameters outside of blocks.
-
-    That unit is read first and last.
-    """
+    """Makes a random choice, with or without one unit for all parameters outside of blocks."""
 
     stage = "joint"
 

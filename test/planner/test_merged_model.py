@@ -60,10 +60,7 @@ def both(graph: fx.Graph, plan: MergePlan, machine: Machine = SLOW) -> tuple[Mod
 
 
 def check_is_model(model: Model) -> None:
-    """Check that nodes come after what they need, and touch only live storages.
-
-    Starts of one group and kind must depend on each other in launch order.
-    """
+    """Check that nodes come after what they need, and touch only live storages."""
     assert model.dependencies.is_order(range(len(model)))
     last: dict[object, int] = {}
     for i, (group, needs) in enumerate(zip(model.group, model.dependencies.needs, strict=True)):

@@ -34,7 +34,6 @@ from torch_ext_bucketing.reports.keep import KeepReport
 from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
-GIB = 2**30
 STREAMS = {"forward": TO_HOST, "backward": FROM_HOST}
 
 pytest.importorskip(

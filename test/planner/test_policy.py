@@ -1,7 +1,4 @@
-"""A user's own scheduling policy.
-
-It bounds orders, reports, warns, is a part of cache keys, and combines with other policies.
-"""
+"""A user's own scheduling policy."""
 
 import importlib
 import itertools

@@ -563,10 +563,7 @@ def test_sizes_are_told_in_units_that_show_the_difference():
 
 
 class Live(fx.Interpreter):
-    """Run on zeros and count live bytes; ``peak`` is the most of them.
-
-    Every value is dropped after its last use, and buffers of a collective after its wait.
-    """
+    """Run on zeros and count live bytes; ``peak`` is the most of them."""
 
     def __init__(self, gm: fx.GraphModule, donated: Callable[[fx.Node], bool]) -> None:
         super().__init__(gm)
@@ -847,10 +844,7 @@ def test_the_collector_runs_again_after_an_error_and_only_if_it_did():
     ("bound", "longest"), [(MaxComputeRun(8), 8), (PeakMemory(ratio=1.2), 20)], ids=repr
 )
 def test_buckets_leave_short_runs_where_a_bound_needs_them(bound, longest):
-    """Each layer has three products.
-
-    One bucket per layer makes long runs or holds many gradients. One per gradient is too many.
-    """
+    """Each layer has three products."""
     gm = backward_graph(layers=6, products=3)
     cap = 64 * DIM * DIM * 4 / 2**20
     options: dict[str, Any] = {"eligible": lambda start: True, "machine": machine(2.0)}
@@ -877,10 +871,7 @@ def test_scheduling_twice_changes_nothing_more():
 
 
 def _generated(model: torch.nn.Module, compiler: Any) -> tuple[list[list[str]], list[list[str]]]:
-    """List collectives, waits and products of both graphs, as planned and in generated code.
-
-    Only our own ``compiler`` has a plan.
-    """
+    """List collectives, waits and products of both graphs, as planned and in generated code."""
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 

@@ -1,6 +1,4 @@
-"""Gradients of activations that several units read are added as in eager FSDP2.
-
-On one rank, where nothing else can differ."""
+"""Gradients of activations that several units read are added as in eager FSDP2."""
 
 import copy
 import dataclasses
@@ -146,9 +144,7 @@ def differing(one, other):
 
 
 def both(model, units, x, starts=(0, 1), **options):
-    """Compute gradients with eager FSDP2, and compiled with passes from each of ``starts`` on.
-
-    Also returns the report with all passes."""
+    """Compute gradients with eager FSDP2, and compiled with passes from each of ``starts`` on."""
     mesh = init_device_mesh("cpu", (1,))
     eager = eager_fsdp2(copy.deepcopy(model), units, mesh, **DTYPES)
     found = [gradients(eager, eager, x)]

@@ -1,7 +1,6 @@
 """One all-gather and one reduction per parameter: hand-written graphs, and refusals."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
-from torch_ext_bucketing.passes.combine_uses import CombineUses, combine_uses
-from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.passes.combine_uses import combine_uses
 from torch_ext_bucketing.reports.base import LeftAlone
 
 pytestmark = pytest.mark.torch
@@ -226,17 +224,6 @@ def test_a_parameter_that_is_gathered_in_two_steps(joint):
     assert collectives(gm) == ["all_gather"] * 4
     combine_uses(gm.graph)
     assert collectives(gm) == ["all_gather"] * 2
-
-
-def test_the_pass(joint):
-    compilation = Compilation()
-    one = CombineUses()
-    one(two_uses(joint), compilation)
-    (made,) = compilation.report.rewrites
-    assert "2 gathers -> 1" in compilation.report.to_text()
-    (said,) = json.loads(compilation.report.to_json())["rewrites"]
-    assert said["combined"][0]["fqns"] == ["w"]
-    assert json.loads(made.to_json())["rewrite"] == "combine uses"
 
 
 def test_a_scale_that_is_used_after_the_gather_is_computed_once(joint):

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from hypothesis import strategies as st
 from joint_graphs import Joint, collectives
 
 from torch_ext_bucketing._torch.process_groups import is_inside
-from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.reduce_scatter_first import (
-    ReduceScatterFirst,
     on_one_grid,
     reduce_scatter_first,
 )
@@ -198,19 +195,6 @@ def test_grids():
     assert not on_one_grid([0, 1], [0, 1])
     assert not on_one_grid([0, 2], [1, 3])
     assert not on_one_grid([0, 2, 3], [0, 1])
-
-
-def test_the_pass(joint):
-    gm = joint.trace(lambda g: padded(joint, g), torch.zeros(3, 2))
-    compilation = Compilation()
-    one = ReduceScatterFirst()
-    assert one.uuid()
-    one(gm, compilation)
-    (made,) = compilation.report.rewrites
-    assert "1 gradients; all-reduced over the replicas: 24 B" in compilation.report.to_text()
-    (said,) = json.loads(compilation.report.to_json())["rewrites"]
-    assert said["replica_bytes"] == [24, 16]
-    assert json.loads(made.to_json())["rewrite"] == "reduce-scatter first"
 
 
 @settings(max_examples=40)

@@ -70,10 +70,7 @@ def step_of(model, of, machine=None, **options):
 def trained(
     rank: int, shape, mode="fully_shard", tied=False, stacked=False, muon=None, caps=(None,), **more
 ) -> list[bool]:
-    """Take three steps, and one with a norm that is not finite where ``more`` skips these.
-
-    ``caps``: of exchanges, in bytes. Each has a planned step; one on whole matrices is for all.
-    """
+    """Train by whole matrices and by planned steps, one for each cap on bytes of exchanges."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     # Most of the time is Dynamo's, and grows with the number of parameters and of steps.

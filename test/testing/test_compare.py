@@ -44,15 +44,6 @@ FAULTS: dict[str, Case] = {
         "passes": partial(models.without, "CombineUses"),
     },
 }
-MORE: dict[str, Case] = {
-    "equal in bf16": {"build": models.rounded, "param_dtype": "bfloat16"},
-    "equal reduced in fp32": {
-        "build": models.rounded,
-        "param_dtype": "bfloat16",
-        "reduce_dtype": "float32",
-    },
-    "equal by unit": {"build": partial(models.of_kind, "crossing")},
-}
 # On two ranks a + b is b + a.
 ORDERS: dict[str, Case] = {
     "units": {"build": models.sound, "passes": models.other_units},
@@ -69,11 +60,6 @@ HYBRID: dict[str, Case] = {
         "passes": partial(models.without, "ReduceScatterFirst"),
         "replicas": 2,
     },
-    "equal, replicas first": {
-        "build": partial(models.of_kind, "twice"),
-        "shard": shard_by_parametrization,
-        "replicas": 2,
-    },
     "equal, replicas first, in bf16": {
         "build": models.tied_and_uneven,
         "shard": partial(shard_by_parametrization, dtype=torch.bfloat16),
@@ -85,7 +71,6 @@ HYBRID: dict[str, Case] = {
 GROUPS = {
     "models": (2, MODELS),
     "faults": (2, FAULTS),
-    "more": (2, MORE),
     "orders": (4, ORDERS),
     "hybrid": (4, HYBRID),
 }
@@ -124,7 +109,6 @@ FOUND = {
         *(pytest.param("models", name, marks=pytest.mark.torch) for name in MODELS),
         *(("faults", name) for name in FAULTS),
         *(pytest.param("hybrid", name, marks=pytest.mark.slow) for name in HYBRID),
-        *(pytest.param("more", name, marks=pytest.mark.slow) for name in MORE),
         *(pytest.param("orders", name, marks=pytest.mark.slow) for name in ORDERS),
     ],
 )

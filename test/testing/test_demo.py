@@ -1,17 +1,11 @@
 """The demo's parts, its command, and a run under Inductor."""
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from demo_checks import check_demo
 
-from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.commands import demo as cli
 from torch_ext_bucketing.commands.demo_results import (
@@ -21,38 +15,12 @@ from torch_ext_bucketing.commands.demo_results import (
     demo_result,
     render,
 )
-from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.payloads import Payload, Span, layout_differences
-from torch_ext_bucketing.testing.ranks import Rank
-from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- text and model ------------------------------------------------------------------
-
-
-def test_batches_are_real_text_and_repeat():
-    tokens, targets = text.batch(3, 1, size=2, seq=32)
-    again, _ = text.batch(3, 1, size=2, seq=32)
-    other, _ = text.batch(3, 0, size=2, seq=32)
-    assert torch.equal(tokens, again)
-    assert not torch.equal(tokens, other)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert bytes(tokens[0].tolist()) in text.corpus()
-
-
-def test_the_model_is_a_function_of_its_seed_and_owns_parameters_next_to_children():
-    config = ModelConfig(dim=64, layers=1, heads=2, kv_heads=1, hidden=96)
-    one, two, three = (Transformer(config, seed=seed) for seed in (1, 1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert not torch.equal(one.embed.weight, three.embed.weight)
-    owners = [
-        name
-        for name, module in one.named_modules()
-        if list(module.children()) and list(module.parameters(recurse=False))
-    ]
-    assert owners == ["blocks.0", "blocks.0.attention"]
 
 
 # --- results -------------------------------------------------------------------------
@@ -151,30 +119,3 @@ def test_a_bad_option_costs_no_import_of_torch():
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "torch_ext_bucketing.commands.demo" in imported
     assert "torch" not in imported
-
-
-def on_aten_kernels(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
-    with aten_kernels():
-        return function(rank, *args)
-
-
-@pytest.mark.slow
-def test_the_demo_under_inductor_proves_layout_and_reproducibility(tmp_path, monkeypatch, capsys):
-    """Run on ATen's kernels, which need no compiling; ``test_parity`` has a cell on Inductor's own.
-
-    Two ranks, whose sums do not depend on order; ``test_smoke`` runs the demo on four.
-    """
-    run = cli.run_ranks
-    started = lambda fn, world, *args, **more: run(on_aten_kernels, world, fn, *args, **more)  # noqa: E731
-    monkeypatch.setattr(cli, "run_ranks", started)
-    path = tmp_path / "demo.json"
-    small = "--ranks 2 --nodes 2 --steps 2 --dim 64 --layers 1 --backend inductor --json"
-    status = main(["demo", *small.split(), str(path)])
-    printed = capsys.readouterr()
-    assert status == 0, printed
-    result = json.loads(path.read_text())
-    check_demo(result, 2, 2)
-    assert len(result["runs"]) == 4
-    assert all(hashes == result["hashes"]["eager"] for hashes in result["hashes"].values())
-    assert "Reproducible" in printed.out
-    assert "emulate_precision_casts" in printed.out

@@ -117,11 +117,7 @@ def test_nodes_follow_from_the_world_size():
 
 
 def element_by_element(inputs, topology, ranks, op, dtype, pick):
-    """Apply the documented rule, one element and one addition at a time.
-
-    ``pick(element)`` returns the channel, the end, and whether that is a position on the ring (for
-    an all-reduce) or a rank (for a reduce-scatter).
-    """
+    """Apply the documented rule, one element and one addition at a time."""
     n = len(inputs)
     out = []
     for e in range(inputs[0].numel()):

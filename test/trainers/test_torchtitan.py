@@ -1,14 +1,4 @@
-"""Train and trace with torchtitan 0.3.0 from PyPI, unmodified.
-
-Optional: `pip install torch==2.15.0 'torch_ext_bucketing[torchtitan]'`.
-
-Collectives of a step of 2 layers, as traced, bucketed by transformer block, on 4 ranks:
-
-    debug model      all-gathers     reduce-scatters
-    LLaMA-3            31 -> 6           17 -> 4
-    DeepSeek-V3        51 -> 6           27 -> 4
-    DeepSeek-V3, EP    51 -> 8           27 -> 5
-"""
+"""Train and trace with torchtitan 0.3.0 from PyPI, unmodified."""
 
 import importlib
 import importlib.metadata
@@ -67,11 +57,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 @pytest.fixture(autouse=True)
 def _fresh_torchtitan(monkeypatch):
-    """Clear torchtitan's one class per module type.
-
-    A class has the mesh and the policy of the first model that was sharded in this process; later
-    models would silently get those.
-    """
+    """Clear torchtitan's one class per module type, which keeps the first mesh that it was given."""
     monkeypatch.setattr(simple_fsdp, "_wrap_class_cache", {})
     torch._dynamo.reset()
 

@@ -69,11 +69,7 @@ class Model:
 
 
 class ParityModel(nn.Module):
-    """Embedding, ``layers``, norm and head, with the loss computed whole or in chunks.
-
-    The layers run one after the other unless :meth:`features` is overridden. The head predicts
-    ``vocab`` tokens.
-    """
+    """Embedding, ``layers``, norm and head, with the loss computed whole or in chunks."""
 
     chunks = 1
     """In how many parts the loss is computed."""

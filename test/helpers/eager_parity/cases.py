@@ -1,8 +1,4 @@
-"""Run what people do around a training step: the cases of the rows ``everyday/*``.
-
-A case is a function of a :class:`Way`, which shards and compiles a model. It yields one text per
-step, a hash of this rank's weights and whatever else has to be equal (a loss of an evaluation).
-"""
+"""Run what people do around a training step: the cases of the rows ``everyday/*``."""
 
 import contextlib
 import itertools
@@ -163,20 +159,14 @@ def whole(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     **training: Any,
 ) -> Iterator[str]:
-    """Compile the whole model by ``torch.compile`` with the options ``compiled``.
-
-    ``training`` are the options of :func:`train`.
-    """
+    """Compile the whole model by ``torch.compile`` with the options ``compiled``."""
     model = way.shard(Small(breaks=breaks), units, dtype)
     run = way.compile(model, **(compiled or {}))
     return train(run, model, optimizer=optimizer and optimizer(model), **training)
 
 
 def regional(way: Way, units: Sequence[str], shared: bool = False) -> Iterator[str]:
-    """Compile each block by itself; the rest runs uncompiled.
-
-    The first block may be the second, too.
-    """
+    """Compile each block by itself; the rest runs uncompiled."""
     model = Small()
     if shared:
         model.blocks[1] = model.blocks[0]
@@ -242,10 +232,7 @@ def max_autotune(way: Way) -> Iterator[str]:
 
 
 def resume(way: Way, fewer: bool = False) -> Iterator[str]:
-    """Train two steps the other way, save, and go on from there, on all ranks or on the first two.
-
-    The checkpoint is one of ``torch.distributed.checkpoint``.
-    """
+    """Train two steps the other way, save, and go on from there, on all ranks or on the first two."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     mesh = way.submesh if fewer else way.mesh

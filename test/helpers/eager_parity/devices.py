@@ -1,8 +1,4 @@
-"""Start ranks on GPUs or on the CPU, and describe the machine that estimates are for.
-
-With a GPU for every rank each takes one; otherwise ranks share what there is, as separate simulated
-hosts that talk over the loopback interface. Their step times say nothing of a real network.
-"""
+"""Start ranks on GPUs or on the CPU, and describe the machine that estimates are for."""
 
 import os
 from dataclasses import replace

@@ -1,9 +1,4 @@
-"""Define the models of the parity rows: tiny, and shaped where parameter orders go wrong.
-
-Each maps a batch to its mean cross-entropy. All use only operators whose bits are the same when
-autograd runs them and when AOTAutograd's graph is replayed. A new one is an entry of
-:data:`MODELS`: nothing else has to know of it.
-"""
+"""Define the models of the parity rows: tiny, and shaped where parameter orders go wrong."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -167,10 +162,7 @@ class UnevenBlock(nn.Module):
 
 
 class Uneven(ParityModel):
-    """A decoder of :class:`UnevenBlock`: no number of ranks divides dim 0 of most parameters.
-
-    It is 3, 5 or 7 modulo 8, and 1 for one parameter per block.
-    """
+    """A decoder of :class:`UnevenBlock`: no number of ranks divides dim 0 of most parameters."""
 
     def __init__(self, layers: int, dim: int = 61, hidden: int = 75) -> None:
         blocks = nn.ModuleList(UnevenBlock(dim, hidden) for _ in range(layers))
@@ -409,10 +401,7 @@ class NextToken(nn.Module):
 
 
 class MultiToken(ValueResidual):
-    """A decoder that predicts several tokens at once, module after module, like DeepSeek-V3.
-
-    All modules share the embedding and the head.
-    """
+    """A decoder that predicts several tokens at once, module after module, like DeepSeek-V3."""
 
     def __init__(self, layers: int, dim: int = 32) -> None:
         super().__init__(layers, dim)
@@ -542,10 +531,7 @@ def units_of(name: str, model: nn.Module) -> list[Unit]:
 
 
 def build(name: str, *, layers: int = 1, dim: int | None = None, chunks: int = 1) -> nn.Module:
-    """Build a model of ``layers`` blocks, with weights equal bit for bit for equal arguments.
-
-    ``dim`` is instead of its own width; the loss is computed in ``chunks`` parts.
-    """
+    """Build a model of ``layers`` blocks, with weights equal bit for bit for equal arguments."""
     about = MODELS[name]
     dim = dim or about.width
     model = about.kind(layers) if dim is None else about.kind(layers, dim)

@@ -1,8 +1,4 @@
-"""Run the rows of :mod:`.rows` on a rank: eager, compiled, and with buckets in graph order.
-
-All runs of a row start from the same weights and see the same text. The run in graph order is the
-control. After every step each rank hashes its shards; the launching process compares the hashes.
-"""
+"""Run the rows of :mod:`.rows` on a rank: eager, compiled, and with buckets in graph order."""
 
 import contextlib
 import copy
@@ -153,11 +149,7 @@ def row_group(rank: Rank, row: Row) -> Iterator[None]:
 
 @contextlib.contextmanager
 def aten_kernels() -> Iterator[None]:
-    """Make Inductor compile every operator to the kernel that eager runs.
-
-    Nothing is decomposed, no cast is dropped and no code is generated. The rest of Inductor stays:
-    its passes and ours, its scheduling, its wrapper.
-    """
+    """Make Inductor compile every operator to the kernel that eager runs."""
     table = decomposition.decompositions
     removed = dict(table)
     table.clear()
@@ -175,11 +167,7 @@ Sent = list[tuple[str, str, int]]
 
 
 class Tally(teb.GraphPass):
-    """A backend that runs graphs as they are, like ``"aot_eager"``, and counts what they send.
-
-    It counts each run of a graph; as the first pass of the joint graph, it counts what a run would
-    send as traced.
-    """
+    """A backend that runs graphs as they are, like ``"aot_eager"``, and counts what they send."""
 
     stage: ClassVar[Stage] = "joint"
 
@@ -233,11 +221,7 @@ def add_sent(traffic: Traffic, sent: Sent) -> None:
 
 
 class Runs:
-    """All runs of one row on one rank.
-
-    A subclass makes a model of its own (:meth:`plain`, :meth:`eager`, :meth:`sharded`) and defines
-    a step of it.
-    """
+    """All runs of one row on one rank."""
 
     def __init__(self, rank: Rank, row: Row, mesh: DeviceMesh, steps: int) -> None:
         self.rank = rank
@@ -313,10 +297,7 @@ class Runs:
         return model, self.mesh["outer"]
 
     def units(self, model: nn.Module) -> list[Unit]:
-        """Return the ``fully_shard`` calls.
-
-        With blocks compiled by themselves, no other unit has parameters of several modules.
-        """
+        """Return the ``fully_shard`` calls."""
         units = units_of(self.row.model, model)
         return [*units[:-1], "embed", "norm", "head", ""] if self.row.regional else units
 
@@ -453,11 +434,7 @@ class Runs:
 
 
 def gathered_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the bytes of each tensor that this rank gives to an all-gather, by canonical FQN.
-
-    Only parameters with FSDP2 all-gather extensions are listed. Their classes make these tensors
-    and may communicate, so every rank has to call this, between steps.
-    """
+    """Return the bytes of each tensor that this rank gives to an all-gather, by canonical FQN."""
     names = parameter_names(model)
     states: Any = dict.fromkeys(filter(None, map(_get_module_state, model.modules())))
     groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]

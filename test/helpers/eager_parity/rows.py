@@ -165,11 +165,7 @@ def matrix(
     device: Literal["cpu", "cuda"] = "cpu",
     layers: int = 1,
 ) -> Iterator[Row]:
-    """Yield models x topologies (nodes x ranks per node) x parallelism x dtypes x backends.
-
-    Combinations that a model is not meant for are left out. Names look like
-    ``llama/2x2/aot_eager/fsdp/bf16``.
-    """
+    """Yield models x topologies (nodes x ranks per node) x parallelism x dtypes x backends."""
     dtypes: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
     for topology in topologies:
         nodes, per_node = (int(n) for n in topology.split("x"))

@@ -1,7 +1,4 @@
-"""Train the rows ``step/*``: clipping and the optimizer in the planned graphs, too.
-
-After every step, weights, optimizer state and the gradients' norm are compared.
-"""
+"""Train the rows ``step/*``: clipping and the optimizer in the planned graphs, too."""
 
 import copy
 import hashlib
@@ -56,11 +53,7 @@ class Several:
 
 
 def make_optimizers(name: str, model: nn.Module, muon: type[torch.optim.Muon]) -> Several:
-    """Make the optimizers of a row.
-
-    ``"muon"`` is ``muon`` for matrices, and AdamW for embeddings, what is tied to them, stacks of
-    experts and vectors. ``"stacked_muon"`` takes the stacks, too.
-    """
+    """Make the optimizers of a row."""
     if not name.endswith("muon"):
         return Several(make_optimizer(name, list(model.parameters())))
     tables = {

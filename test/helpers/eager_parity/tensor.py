@@ -64,11 +64,7 @@ class TensorParallelBlock(Block):
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep one rank's part of every :class:`.Block`, in place, as Megatron cuts it.
-
-    The inner projections are cut by rows, those that leave a branch by columns. Parameters stay
-    plain tensors.
-    """
+    """Keep one rank's part of every :class:`.Block`, in place, as Megatron cuts it."""
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
     for block in model.get_submodule("layers").children():
         assert isinstance(block, Block)
@@ -139,10 +135,7 @@ class TensorBlock(nn.Module):
 
 
 class TensorDecoder(ParityModel):
-    """A decoder for ``parallelize_module``: every parameter is in a module without children.
-
-    With ``shares`` every block reads the first block's inputs.
-    """
+    """A decoder for ``parallelize_module``: every parameter is in a module without children."""
 
     def __init__(self, layers: int, dim: int, *, shares: bool = False) -> None:
         super().__init__(dim, nn.ModuleList(TensorBlock(dim) for _ in range(layers)))
@@ -161,10 +154,7 @@ class TensorDecoder(ParityModel):
 
 
 def block_plan(*, sequence: bool) -> dict[str, Any]:
-    """Return styles of ``parallelize_module`` for a pre-norm block, sharded as Megatron does.
-
-    The block has ``attention`` and SwiGLU. ``sequence``: shard the sequence between the parts, too.
-    """
+    """Return styles of ``parallelize_module`` for a pre-norm block, sharded as Megatron does."""
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {
         "attention.wq": ColwiseParallel(),
