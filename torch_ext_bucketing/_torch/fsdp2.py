@@ -153,22 +153,20 @@ class Sent(NamedTuple):
     """How eager FSDP2 shards and sends one parameter.
 
     Attributes:
-        dim: the sharded dimension.
         shards, replicas: global ranks of the two groups; empty without one.
         dtype, gathered, reduced: dtypes of the shard, of the gather, and of the reduction (None:
             the gradient's).
-        factor: ``set_gradient_divide_factor``'s number; None: the number of ranks.
-        only_sums: ``set_force_sum_reduction_for_comms``.
     """
 
-    dim: int
+    dim: int  # the sharded dimension
     shards: tuple[int, ...]
     replicas: tuple[int, ...]
     dtype: torch.dtype
     gathered: torch.dtype
     reduced: torch.dtype | None
+    # ``set_gradient_divide_factor``'s number; None: the number of ranks.
     factor: float | None = None
-    only_sums: bool = False
+    only_sums: bool = False  # ``set_force_sum_reduction_for_comms``
 
 
 class Casts(NamedTuple):
@@ -184,29 +182,21 @@ class Casts(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One payload of a model on FSDP2, eager or ours.
+    """One payload of a model on FSDP2, eager or ours."""
 
-    Attributes:
-        modules: FQNs of the modules of the ``fully_shard`` call, in its order.
-        params: FQNs of the parameters in all-gather order; ``reduce_params`` in reduce-scatter
-            order.
-        aliases: (other name, name) of shared parameters.
-        origins: identity of each parameter before sharding; None before torch 2.13.
-        sent: how each of ``params`` is sharded and sent.
-        reshard: whether its parameters are freed after forward, or the size of the group that they
-            are resharded to.
-        casts: of its unit's inputs and outputs.
-        eager_only: settings that only eager FSDP2 has, as the code that makes them.
-    """
-
-    modules: tuple[str, ...]
+    modules: tuple[str, ...]  # FQNs of the modules of the ``fully_shard`` call, in its order
+    # FQNs of the parameters in all-gather order; ``reduce_params`` in reduce-scatter order.
     params: tuple[str, ...]
     reduce_params: tuple[str, ...]
-    aliases: tuple[tuple[str, str], ...]
+    aliases: tuple[tuple[str, str], ...]  # (other name, name) of shared parameters
+    # Identity of each parameter before sharding; None before torch 2.13.
     origins: tuple[Hashable, ...]
-    sent: tuple[Sent, ...]
+    sent: tuple[Sent, ...]  # how each of ``params`` is sharded and sent
+    # Whether its parameters are freed after forward, or the size of the group that they are
+    # resharded to.
     reshard: bool | int
-    casts: Casts
+    casts: Casts  # of its unit's inputs and outputs
+    # Settings that only eager FSDP2 has, as the code that makes them.
     eager_only: tuple[str, ...] = ()
 
 

@@ -49,20 +49,15 @@ def chosen_groups(groups: Groups, counts: Mapping[str, Mapping[str, int]]) -> tu
 
 @dataclass(frozen=True)
 class Bucket:
-    """Starts, in graph order, to merge into one collective.
-
-    Args:
-        unit: index of the unit; None for a bucket by size.
-        closed_by: the reason that kept the next candidate out; ``"end"``: no candidate was left.
-        detail: the candidate and the reason, for reports.
-        wire_bytes: bytes of all members that count against ``cap_bytes``; None without a cap.
-    """
+    """Starts, in graph order, to merge into one collective."""
 
     kind: Kind
-    unit: int | None
+    unit: int | None  # index of the unit; None for a bucket by size
     members: tuple[fx.Node, ...]
+    # The reason that kept the next candidate out; ``"end"``: no candidate was left.
     closed_by: ClosedBy = "end"
-    detail: str = ""
+    detail: str = ""  # the candidate and the reason, for reports
+    # Bytes of all members that count against ``cap_bytes``; None without a cap.
     wire_bytes: int | None = None
     cap_bytes: int | None = None
 

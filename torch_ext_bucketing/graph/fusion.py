@@ -68,19 +68,15 @@ _MOST_READS = 8
 
 @dataclass
 class Kernel:
-    """A kernel.
+    """A kernel."""
 
-    Args:
-        space: the number of rows, and of the elements in each; of an elementwise one, all and 1.
-        shares: bytes that it reads and writes, by the node that they are written for; each buffer
-            counts once.
-        flat: whether each thread reads one element of every whole buffer.
-    """
-
+    # The number of rows, and of the elements in each; of an elementwise one, all and 1.
     space: tuple[int, int]
+    # Bytes that it reads and writes, by the node that they are written for; each buffer counts
+    # once.
     shares: dict[fx.Node, int] = field(default_factory=dict)
     buffers: dict[fx.Node, int] = field(default_factory=dict)
-    flat: bool = False
+    flat: bool = False  # whether each thread reads one element of every whole buffer
 
     @property
     def nbytes(self) -> int:
@@ -89,22 +85,19 @@ class Kernel:
 
 @dataclass
 class Fused:
-    """The kernels of some nodes, and the buffers that these read and write.
-
-    Args:
-        within: nodes whose results are in no buffer: they are computed inside the readers, or read
-            by their own kernel alone.
-        written: nodes that a kernel writes, into buffers or into its inputs.
-        reads: by one node of each kernel, the buffers that the kernel reads. The node is the first
-            one that has all of them before it.
-        reused: by node that a kernel writes, buffers of the same size that it may write it into, as
-            each element is read for the same element alone.
-    """
+    """The kernels of some nodes, and the buffers that these read and write."""
 
     kernels: list[Kernel] = field(default_factory=list)
+    # Nodes whose results are in no buffer: they are computed inside the readers, or read by their
+    # own kernel alone.
     within: set[fx.Node] = field(default_factory=set)
+    # Nodes that a kernel writes, into buffers or into its inputs.
     written: set[fx.Node] = field(default_factory=set)
+    # By one node of each kernel, the buffers that the kernel reads. The node is the first one that
+    # has all of them before it.
     reads: dict[fx.Node, dict[fx.Node, None]] = field(default_factory=dict)
+    # By node that a kernel writes, buffers of the same size that it may write it into, as each
+    # element is read for the same element alone.
     reused: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
 

@@ -81,22 +81,14 @@ Range: TypeAlias = tuple[int, int, int]
 
 @dataclass(eq=False, repr=False)
 class Storages:
-    """The storages that nodes use, each node by its place.
+    """The storages that nodes use, each node by its place."""
 
-    Args:
-        size: bytes of each storage.
-        allocates: per node, the storages that are new with it.
-        touches: per node, the storages that must be live while it runs.
-        kept: storages that are never freed.
-        at_start: bytes of the inputs and constants, and of other memory beside the graph.
-        of_node: per node of the graph, the storages that hold its result.
-    """
-
-    size: list[int]
-    allocates: list[tuple[int, ...]]
-    touches: list[tuple[int, ...]]
-    kept: dict[int, None]
-    at_start: int
+    size: list[int]  # bytes of each storage
+    allocates: list[tuple[int, ...]]  # per node, the storages that are new with it
+    touches: list[tuple[int, ...]]  # per node, the storages that must be live while it runs
+    kept: dict[int, None]  # storages that are never freed
+    at_start: int  # bytes of the inputs and constants, and of other memory beside the graph
+    # Per node of the graph, the storages that hold its result.
     of_node: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property

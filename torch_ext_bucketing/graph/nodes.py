@@ -49,27 +49,21 @@ _c10d = torch.ops._c10d_functional
 
 
 class CollectiveType(NamedTuple):
-    """One kind of collective: its operators, the bytes that it moves, its names.
-
-    Args:
-        targets: torch's functional operators; the first one is out of place.
-        arguments: of the first operator, between input and group, by the number of ranks and the
-            number of rows in a rank's part of the buffer.
-        whole_input: whether a rank's input is the whole buffer; else it is one part per rank.
-        rounds: how often a ring moves the buffer past each rank. 0: no ring; each rank sends to
-            every other one, and ranks may send different amounts.
-        launches: c10d's operators that launch it, as torch's profiler names them.
-        input_at: the place of the input among their arguments; the output's is 0.
-    """
+    """One kind of collective: its operators, the bytes that it moves, its names."""
 
     short: str
-    targets: tuple[Any, ...]
+    targets: tuple[Any, ...]  # torch's functional operators; the first one is out of place
+    # Of the first operator, between input and group, by the number of ranks and the number of rows
+    # in a rank's part of the buffer.
     arguments: Callable[[int, int], tuple[Any, ...]]
-    whole_input: bool
+    whole_input: bool  # whether a rank's input is the whole buffer; else it is one part per rank
     whole_output: bool
+    # How often a ring moves the buffer past each rank. 0: no ring; each rank sends to every other
+    # one, and ranks may send different amounts.
     rounds: int
+    # c10d's operators that launch it, as torch's profiler names them.
     launches: tuple[str, ...] = ()
-    input_at: int = 1
+    input_at: int = 1  # the place of the input among their arguments; the output's is 0
 
 
 COLLECTIVES = {

@@ -134,17 +134,12 @@ _WORK_KEY = "bucketing_work"
 
 
 class Work(NamedTuple):
-    """The cost of a node on the most expensive rank.
+    """The cost of a node on the most expensive rank."""
 
-    Args:
-        result: bytes of its result.
-        moved: bytes that it reads and writes; None: those of its inputs and its result.
-        flops: floating-point operations in bfloat16, where ``moved`` is given.
-    """
-
-    result: int
+    result: int  # bytes of its result
+    # Bytes that it reads and writes; None: those of its inputs and its result.
     moved: int | None = None
-    flops: int = 0
+    flops: int = 0  # floating-point operations in bfloat16, where ``moved`` is given
 
 
 def set_work(node: fx.Node, work: Work) -> None:
@@ -174,16 +169,13 @@ _Elements = Callable[[fx.Node], int]
 
 @dataclass(frozen=True)
 class ShardSide:
-    """The nodes of a graph that may be different on other ranks; none if all shards are even.
+    """The nodes of a graph that may be different on other ranks; none if all shards are even."""
 
-    Args:
-        nodes: the nodes that only handle this rank's shards, inputs included: those before gathers
-            without computation, and those between reductions and the outputs.
-        elements: maps nodes to the number of elements that the largest rank has of the parameter or
-            gradient. Nodes that only some ranks have, and unused inputs, have no entry.
-    """
-
+    # The nodes that only handle this rank's shards, inputs included: those before gathers without
+    # computation, and those between reductions and the outputs.
     nodes: dict[fx.Node, None] = field(default_factory=dict)
+    # Maps nodes to the number of elements that the largest rank has of the parameter or gradient.
+    # Nodes that only some ranks have, and unused inputs, have no entry.
     elements: dict[fx.Node, int] = field(default_factory=dict)
 
 

@@ -104,16 +104,12 @@ def keeps_values(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """A node through which all values pass on their way to the end of a region.
-
-    Args:
-        inside: the nodes after it up to the end, which is included, in reverse order.
-        reductions: the reductions in ``inside``.
-    """
+    """A node through which all values pass on their way to the end of a region."""
 
     node: fx.Node
+    # The nodes after it up to the end, which is included, in reverse order.
     inside: tuple[fx.Node, ...] = ()
-    reductions: tuple[fx.Node, ...] = ()
+    reductions: tuple[fx.Node, ...] = ()  # the reductions in ``inside``
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

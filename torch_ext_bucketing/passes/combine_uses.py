@@ -60,19 +60,13 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class CombinedUses:
-    """A parameter, or several that are gathered as one, with fewer collectives.
-
-    Args:
-        gathers: number of all-gathers, before and after; so ``reductions``.
-        added_dtype: dtype of the sum of the gradients; None if there was nothing to add.
-        saved_bytes: larger side of each collective that is gone.
-    """
+    """A parameter, or several that are gathered as one, with fewer collectives."""
 
     fqns: tuple[str, ...]
-    gathers: tuple[int, int]
+    gathers: tuple[int, int]  # number of all-gathers, before and after; so ``reductions``
     reductions: tuple[int, int]
-    added_dtype: str | None
-    saved_bytes: int
+    added_dtype: str | None  # dtype of the sum of the gradients; None if there was nothing to add
+    saved_bytes: int  # larger side of each collective that is gone
 
 
 @dataclass(frozen=True)

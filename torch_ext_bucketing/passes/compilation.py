@@ -26,17 +26,13 @@ from ..runtime.watch import Watched
 
 @dataclass(frozen=True)
 class Baseline:
-    """The memory of a graph before the first pass of its stage.
+    """The memory of a graph before the first pass of its stage."""
 
-    Args:
-        peak_bytes: estimated peak of live bytes; None if the estimate failed.
-        external_live_bytes: bytes that are live while the graph runs and are not its inputs: those
-            that the allocator holds beside it (:func:`.beside_bytes`), and for a backward graph the
-            forward inputs that it does not read, such as shards of parameters that were saved
-            gathered, unless the forward graph was cached.
-    """
-
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # estimated peak of live bytes; None if the estimate failed
+    # Bytes that are live while the graph runs and are not its inputs: those that the allocator
+    # holds beside it (`beside_bytes`), and for a backward graph the forward inputs that it
+    # does not read, such as shards of parameters that were saved gathered, unless the forward graph
+    # was cached.
     external_live_bytes: int = 0
 
 
@@ -83,34 +79,24 @@ class Extension(Protocol):
 
 @dataclass
 class Compilation:
-    """One compile.
+    """One compile."""
 
-    Args:
-        input_fqns: FQN of each graph input that is a parameter, by position.
-        activations: graph inputs that earlier code computed, by position: the name in the compiled
-            code, and the tensor.
-        frame: number of the compiled code object; a recompile has the same.
-        size_hints: see :func:`.backend`; so is ``model``.
-        ahead: the passes that will run after the partitioner; see :attr:`.Pipeline.ahead`.
-        tagged: number of collectives of the joint graph with a tag.
-        choice: set by ``ReshardAfterForward("auto")``.
-        fuses: whether the graph will run as Inductor's kernels; estimates take that.
-        captured: whether it will run as a CUDA graph.
-    """
-
-    input_fqns: FqnOf | None = None
+    input_fqns: FqnOf | None = None  # FQN of each graph input that is a parameter, by position
+    # Graph inputs that earlier code computed, by position: the name in the compiled code, and the
+    # tensor.
     activations: Mapping[int, tuple[str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
-    frame: int | None = None
-    size_hints: GivenHints = None
+    frame: int | None = None  # number of the compiled code object; a recompile has the same
+    size_hints: GivenHints = None  # see `backend`; so is ``model``
     model: nn.Module | None = None
+    # The passes that will run after the partitioner; see `Pipeline.ahead`.
     ahead: tuple[object, ...] = ()
     report: CompileReport = field(default_factory=CompileReport)
-    tagged: int = 0
-    choice: Choice | None = None
+    tagged: int = 0  # number of collectives of the joint graph with a tag
+    choice: Choice | None = None  # set by ``ReshardAfterForward("auto")``
     baseline: Baseline = field(default_factory=Baseline)
     extension: Extension | None = None
-    fuses: bool = False
-    captured: bool = False
+    fuses: bool = False  # whether the graph will run as Inductor's kernels; estimates take that
+    captured: bool = False  # whether it will run as a CUDA graph
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
     _uncovered: set[str] = field(default_factory=set)

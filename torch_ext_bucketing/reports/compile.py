@@ -51,32 +51,22 @@ class Owners:
 
 @dataclass(frozen=True)
 class StepReport(RewriteReport):
-    """Report of the updates in a backward graph.
-
-    Args:
-        gradients: number of parameters with a gradient; as many gradients were outputs before.
-        updates: per call that updates parameters, their FQNs, in the order of the graph.
-        eager_updates: number of such calls of the optimizers' ``step()``, one per group.
-        norm_kernels: number of calls that compute norms of gradients.
-        eager_norms: number of such calls of ``clip_grad_norm_``, one per device and dtype.
-        norm_reductions: number of all-reduces of the norm, as many as eagerly, one per mesh
-            dimension that shards; None: no clipping.
-        state_bytes: bytes of optimizer state that the graph reads on the rank with most.
-        buffer_bytes: bytes that the largest update allocates while it runs.
-        owners: per mesh; empty without Muon.
-    """
+    """Report of the updates in a backward graph."""
 
     rewrite = "optimizer"
     heading = "updates in the backward graph"
-    gradients: int
+    gradients: int  # number of parameters with a gradient; as many gradients were outputs before
+    # Per call that updates parameters, their FQNs, in the order of the graph.
     updates: tuple[tuple[str, ...], ...]
-    eager_updates: int
-    norm_kernels: int
-    eager_norms: int
+    eager_updates: int  # number of such calls of the optimizers' ``step()``, one per group
+    norm_kernels: int  # number of calls that compute norms of gradients
+    eager_norms: int  # number of such calls of ``clip_grad_norm_``, one per device and dtype
+    # Number of all-reduces of the norm, as many as eagerly, one per mesh dimension that shards;
+    # None: no clipping.
     norm_reductions: int | None
-    state_bytes: int
-    buffer_bytes: int
-    owners: tuple[Owners, ...] = ()
+    state_bytes: int  # bytes of optimizer state that the graph reads on the rank with most
+    buffer_bytes: int  # bytes that the largest update allocates while it runs
+    owners: tuple[Owners, ...] = ()  # per mesh; empty without Muon
     left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
@@ -106,24 +96,18 @@ class StepReport(RewriteReport):
 
 @dataclass(frozen=True)
 class StageReport(Report):
-    """The actions of a pipeline stage in one step on one rank, and its memory.
-
-    Args:
-        gathers: number of times that it gathers its parameters; so is ``reductions``.
-        under_way: most microbatches between forward and backward, of ``saved_bytes`` each.
-        gathered_bytes: its unsharded parameters; so is ``gradient_bytes``, over microbatches.
-        peak_bytes: the peak of all these and of the running graph, without shards and optimizer
-            state; ``rank_peak_bytes`` for all stages of the rank.
-    """
+    """The actions of a pipeline stage in one step on one rank, and its memory."""
 
     stage: int
     compiled: CompileReport
-    gathers: int
+    gathers: int  # number of times that it gathers its parameters; so is ``reductions``
     reductions: int
-    under_way: int
-    gathered_bytes: int
+    under_way: int  # most microbatches between forward and backward, of ``saved_bytes`` each
+    gathered_bytes: int  # its unsharded parameters; so is ``gradient_bytes``, over microbatches
     gradient_bytes: int
     saved_bytes: int
+    # The peak of all these and of the running graph, without shards and optimizer state;
+    # ``rank_peak_bytes`` for all stages of the rank.
     peak_bytes: int
     rank_peak_bytes: int
 

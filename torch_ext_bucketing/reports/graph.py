@@ -36,36 +36,28 @@ class PayloadMember:
 
 @dataclass(frozen=True)
 class BucketReport(Record):
-    """Collectives that were merged into one.
-
-    Args:
-        unit: index of the unit in the order or plan; None for a bucket by size.
-        reduce_op: ``"avg"``, ``"sum"``, ...; None for a gather.
-        node: name of the bucket's start.
-        members: in payload order.
-        closed_by: the reason that kept the next candidate out: the byte cap, the bound on compute
-            runs, a dependency or write, or ``"end"``: no candidate was left.
-        detail: the candidate and the reason, in words.
-        wire_bytes: bytes that count against ``cap_bytes``: per member the larger of its input and
-            its output; None without a cap.
-        packed_by: name of the payload order, such as ``"FSDPParamOrder"``, or ``"graph order"``, or
-            ``"graph order: a member has no key"``.
-        no_key: members without a key: their parameters, or the node's name if it has no tag.
-    """
+    """Collectives that were merged into one."""
 
     derived = ("nbytes",)
     kind: str
-    unit: int | None
+    unit: int | None  # index of the unit in the order or plan; None for a bucket by size
     group: str
     group_size: int
-    reduce_op: str | None
-    node: str
-    members: tuple[PayloadMember, ...]
+    reduce_op: str | None  # ``"avg"``, ``"sum"``, ...; None for a gather
+    node: str  # name of the bucket's start
+    members: tuple[PayloadMember, ...]  # in payload order
+    # The reason that kept the next candidate out: the byte cap, the bound on compute runs, a
+    # dependency or write, or ``"end"``: no candidate was left.
     closed_by: ClosedBy = "end"
-    detail: str = ""
+    detail: str = ""  # the candidate and the reason, in words
+    # Bytes that count against ``cap_bytes``: per member the larger of its input and its output;
+    # None without a cap.
     wire_bytes: int | None = None
     cap_bytes: int | None = None
+    # Name of the payload order, such as ``"FSDPParamOrder"``, or ``"graph order"``, or ``"graph
+    # order: a member has no key"``.
     packed_by: str = GRAPH_ORDER
+    # Members without a key: their parameters, or the node's name if it has no tag.
     no_key: tuple[str, ...] = ()
 
     @property

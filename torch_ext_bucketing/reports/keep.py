@@ -11,23 +11,17 @@ from .base import Report, size_text, table
 
 @dataclass(frozen=True)
 class KeptUnit:
-    """A unit that is kept or gathered again, or a group of activations, saved or recomputed.
-
-    Args:
-        nbytes: bytes from forward to backward if it is kept.
-        gather_ms: time of its gathers in backward, or of its recomputation.
-        saved_ms: by how much keeping it shortens the step, with all other units as chosen, in the
-            backward order with everything gathered again.
-        parameters: number of its parameters that backward reads; 0 for activations.
-        part: whether a part of each parameter is kept, and a smaller group gathers from it.
-    """
+    """A unit that is kept or gathered again, or a group of activations, saved or recomputed."""
 
     name: str
     kept: bool
-    nbytes: int
-    gather_ms: float
+    nbytes: int  # bytes from forward to backward if it is kept
+    gather_ms: float  # time of its gathers in backward, or of its recomputation
+    # By how much keeping it shortens the step, with all other units as chosen, in the backward
+    # order with everything gathered again.
     saved_ms: float
-    parameters: int
+    parameters: int  # number of its parameters that backward reads; 0 for activations
+    # Whether a part of each parameter is kept, and a smaller group gathers from it.
     part: bool = False
 
 
@@ -50,53 +44,37 @@ class KeepReport(Report):
 
     Times are estimates for forward and backward together, scheduled; bytes are estimates of their
     peak. Pairs: with everything gathered again, and as chosen.
-
-    Args:
-        units: all candidates, in the order of the plan.
-        all_peak_bytes: peak with everything kept, in graph order.
-        state_bytes: bytes on each rank outside of the graphs, such as optimizer state; not in
-            ``bound_bytes``.
-        measured_bytes: peak of the device in the first step; 0: not measured.
-        unread: units that backward does not read, so that nothing is kept.
-        unknown: operators that are never computed again, since their tags do not show that they may
-            run twice (:func:`.is_known`), with the number of calls.
-        next_ms: time that one more GiB would save, by keeping ``next_units``, too.
-        less_ms: time that one GiB less would cost; None: no choice found keeps that bound.
-        curve: bound in bytes, step in ms, peak in bytes and number of units kept; on request.
-        tried: number of choices that were scheduled.
-        host_bound_bytes: bound on activations in host memory; 0: none may be there.
-        host_bytes: pinned memory that the ``parked`` ones take.
-        blocks: activations by block, in forward's order.
-        warning: why nothing is kept, or why the bound is missed.
-        size_hints: values taken for sizes that depend on data.
-        machine: the machine of the cost model, and its ranks per node.
-        seconds: time of the search, the model of the graph included.
     """
 
     derived = ("rewrite",)
     rewrite: ClassVar[str] = "keep gathered"
     bound_bytes: int
-    units: tuple[KeptUnit, ...] = ()
+    units: tuple[KeptUnit, ...] = ()  # all candidates, in the order of the plan
     step_ms: tuple[float, float] = (0.0, 0.0)
     peak_bytes: tuple[int, int] = (0, 0)
-    all_peak_bytes: int = 0
+    all_peak_bytes: int = 0  # peak with everything kept, in graph order
+    # Bytes on each rank outside of the graphs, such as optimizer state; not in ``bound_bytes``.
     state_bytes: int = 0
-    measured_bytes: int = 0
-    unread: tuple[str, ...] = ()
+    measured_bytes: int = 0  # peak of the device in the first step; 0: not measured
+    unread: tuple[str, ...] = ()  # units that backward does not read, so that nothing is kept
+    # Operators that are never computed again, since their tags do not show that they may run twice
+    # (`is_known`), with the number of calls.
     unknown: tuple[tuple[str, int], ...] = ()
-    next_ms: float = 0.0
+    next_ms: float = 0.0  # time that one more GiB would save, by keeping ``next_units``, too
     next_units: tuple[str, ...] = ()
+    # Time that one GiB less would cost; None: no choice found keeps that bound.
     less_ms: float | None = None
+    # Bound in bytes, step in ms, peak in bytes and number of units kept; on request.
     curve: tuple[tuple[int, float, int, int], ...] = ()
-    tried: int = 0
-    host_bound_bytes: int = 0
-    host_bytes: int = 0
+    tried: int = 0  # number of choices that were scheduled
+    host_bound_bytes: int = 0  # bound on activations in host memory; 0: none may be there
+    host_bytes: int = 0  # pinned memory that the ``parked`` ones take
     parked: int = 0
-    blocks: tuple[BlockBytes, ...] = ()
-    warning: str = ""
-    size_hints: str = ""
-    machine: str = ""
-    seconds: float = 0.0
+    blocks: tuple[BlockBytes, ...] = ()  # activations by block, in forward's order
+    warning: str = ""  # why nothing is kept, or why the bound is missed
+    size_hints: str = ""  # values taken for sizes that depend on data
+    machine: str = ""  # the machine of the cost model, and its ranks per node
+    seconds: float = 0.0  # time of the search, the model of the graph included
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -11,23 +11,15 @@ from .base import Record, Report, aligned, size_text, sizes_text
 
 @dataclass(frozen=True)
 class EstimateReport(Record):
-    """A graph as it was compiled, on the machine of the cost model; times in milliseconds.
-
-    Args:
-        step_ms: the end of the last stream.
-        kernels_ms: time that kernels keep the compute stream busy.
-        busy_ms: sum over the collectives of each kind.
-        exposed_ms: the part of it that the compute stream waits for.
-        peak_bytes: most live bytes.
-    """
+    """A graph as it was compiled, on the machine of the cost model; times in milliseconds."""
 
     stage: str
     machine: str
-    step_ms: float
-    kernels_ms: float
-    busy_ms: Mapping[str, float]
-    exposed_ms: Mapping[str, float]
-    peak_bytes: int
+    step_ms: float  # the end of the last stream
+    kernels_ms: float  # time that kernels keep the compute stream busy
+    busy_ms: Mapping[str, float]  # sum over the collectives of each kind
+    exposed_ms: Mapping[str, float]  # the part of it that the compute stream waits for
+    peak_bytes: int  # most live bytes
 
 
 NamedCaps: TypeAlias = tuple[tuple[str, float | tuple[float, ...]], ...]
@@ -35,40 +27,28 @@ NamedCaps: TypeAlias = tuple[tuple[str, float | tuple[float, ...]], ...]
 
 @dataclass(frozen=True)
 class TriedCaps:
-    """Caps that were tried on the cost model, and the best order found with them.
+    """Caps that were tried on the cost model, and the best order found with them."""
 
-    Args:
-        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``; if members
-            were moved between buckets, the MiB of each bucket.
-        longest_run: most compute nodes between two reduce-scatters.
-        misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
-        order: name of that order, see :attr:`.ScheduleReport.chosen`.
-        planner: ``repr`` of the planner, where the plan is not by caps.
-    """
-
+    # Byte cap in MiB per process group and kind, such as ``"0 all_gather"``; if members were moved
+    # between buckets, the MiB of each bucket.
     caps_mb: NamedCaps
     step_ms: float
     peak_bytes: int
-    longest_run: int
-    misses: float
-    order: str = ""
-    planner: str = ""
+    longest_run: int  # most compute nodes between two reduce-scatters
+    misses: float  # sum over the bounds of (value - bound) / bound; 0: all are kept
+    order: str = ""  # name of that order, see `ScheduleReport.chosen`
+    planner: str = ""  # ``repr`` of the planner, where the plan is not by caps
 
 
 @dataclass(frozen=True)
 class CapsReport(Record):
-    """The caps that :class:`.BySearch` tried and chose.
+    """The caps that :class:`.BySearch` tried and chose."""
 
-    Args:
-        chosen: the caps that miss the bounds least, and of these the fastest.
-        tried: in the order they were tried, without caps that can't be faster than others.
-        warning: why nothing was tried, and the caps are torch's own.
-    """
-
-    chosen: TriedCaps
+    chosen: TriedCaps  # the caps that miss the bounds least, and of these the fastest
+    # In the order they were tried, without caps that can't be faster than others.
     tried: tuple[TriedCaps, ...]
     seconds: float = 0.0
-    warning: str = ""
+    warning: str = ""  # why nothing was tried, and the caps are torch's own
 
     @property
     def caps_mb(self) -> NamedCaps:
@@ -107,59 +87,43 @@ class ScheduleReport(Report):
     """The result of :func:`.schedule` on one graph.
 
     Pairs are before and after. Times are estimates in milliseconds, bytes estimates of live bytes.
-
-    Args:
-        machine: the machine of the cost model, and its ranks per node.
-        bound_ms: lower bound of all orders: the largest of the critical path, the compute stream,
-            the host and the busiest process group.
-        host_ms: time that the host launches.
-        group_ms: time of each process group's collectives.
-        exposed_ms: time that the compute stream waits for communication or the host.
-        reference_bytes: the peak that ratios refer to.
-        largest: the node that allocates the largest single block, and its bytes.
-        longest_run: most compute nodes between two reduce-scatters.
-        misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
-        least_misses: the same for the least peak of any order, as far as orders show it.
-        chosen: name of the chosen order, one of ``alternatives`` (name, ms, bytes).
-        caps: how the byte caps were chosen, if they were.
-        notes: policies that do not apply to this graph, and values that are guesses.
-        warnings: bounds that are missed, or why the graph kept its order.
-        order: names of the movable nodes, in the new order.
-        bounds_cost_ms: time that an order without any bound would save.
-        rank_order_ms: time that sums in rank order add over rings; None: there are none.
-        optimizer_ms: the time that norm, clipping and updates add to the step, with their launches
-            by the host; their kernels; and their collectives. None: the graph has none.
-        size_hints: values taken for sizes that depend on data.
-        seconds: time of the search.
     """
 
     derived = ("limit_bytes",)
     policies: tuple[str, ...] = ()
-    machine: str = ""
+    machine: str = ""  # the machine of the cost model, and its ranks per node
     step_ms: tuple[float, float] = (0.0, 0.0)
+    # Lower bound of all orders: the largest of the critical path, the compute stream, the host and
+    # the busiest process group.
     bound_ms: float = 0.0
     compute_ms: float = 0.0
-    host_ms: float = 0.0
-    group_ms: tuple[tuple[str, float], ...] = ()
+    host_ms: float = 0.0  # time that the host launches
+    group_ms: tuple[tuple[str, float], ...] = ()  # time of each process group's collectives
+    # Time that the compute stream waits for communication or the host.
     exposed_ms: tuple[float, float] = (0.0, 0.0)
     peak_bytes: tuple[int, int] = (0, 0)
-    reference_bytes: int = 0
+    reference_bytes: int = 0  # the peak that ratios refer to
+    # The node that allocates the largest single block, and its bytes.
     largest: tuple[str, int] = ("", 0)
-    longest_run: tuple[int, int] = (0, 0)
+    longest_run: tuple[int, int] = (0, 0)  # most compute nodes between two reduce-scatters
     bounds: tuple[PolicyReport, ...] = ()
-    misses: float = 0.0
-    least_misses: float = 0.0
-    chosen: str = "as given"
+    misses: float = 0.0  # sum over the bounds of (value - bound) / bound; 0: all are kept
+    least_misses: float = 0.0  # the same for the least peak of any order, as far as orders show it
+    chosen: str = "as given"  # name of the chosen order, one of ``alternatives`` (name, ms, bytes)
     alternatives: tuple[tuple[str, float, int], ...] = ()
-    caps: CapsReport | None = None
+    caps: CapsReport | None = None  # how the byte caps were chosen, if they were
+    # Policies that do not apply to this graph, and values that are guesses.
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    order: tuple[str, ...] = ()
-    bounds_cost_ms: float = 0.0
+    warnings: tuple[str, ...] = ()  # bounds that are missed, or why the graph kept its order
+    order: tuple[str, ...] = ()  # names of the movable nodes, in the new order
+    bounds_cost_ms: float = 0.0  # time that an order without any bound would save
+    # Time that sums in rank order add over rings; None: there are none.
     rank_order_ms: float | None = None
+    # The time that norm, clipping and updates add to the step, with their launches by the host;
+    # their kernels; and their collectives. None: the graph has none.
     optimizer_ms: tuple[float, float, float] | None = None
-    size_hints: str = ""
-    seconds: float = 0.0
+    size_hints: str = ""  # values taken for sizes that depend on data
+    seconds: float = 0.0  # time of the search
 
     def figure(self, name: str) -> int | None:
         """Look up a policy's figure by name."""

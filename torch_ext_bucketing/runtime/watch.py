@@ -34,19 +34,13 @@ _MOST_BACKWARDS = 4
 
 @dataclass(frozen=True)
 class Watched:
-    """A compile whose runs are watched.
+    """A compile whose runs are watched."""
 
-    Args:
-        fqns: FQN of each input that is a parameter, by position.
-        model: the module that FQNs are relative to, if known.
-        has_collectives: returns whether a graph of the compile, or of a cache, has any.
-        warn: see :meth:`.Compilation.warn`.
-    """
-
-    fqns: Mapping[int, str]
-    model: nn.Module | None
+    fqns: Mapping[int, str]  # FQN of each input that is a parameter, by position
+    model: nn.Module | None  # the module that FQNs are relative to, if known
+    # Returns whether a graph of the compile, or of a cache, has any.
     has_collectives: Callable[[], bool]
-    warn: Callable[[str, type[Warning]], None]
+    warn: Callable[[str, type[Warning]], None]  # see `Compilation.warn`
 
     def warn_of_bits(self, reason: str, remedy: str) -> None:
         """Warn that a unit's gradients are not reduced as eager FSDP2 reduces them."""

@@ -155,39 +155,27 @@ class Piece(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """The exchange of one rank along one mesh dimension.
+    """The exchange of one rank along one mesh dimension."""
 
-    Args:
-        dim: the dimension; None: nothing is sent, parts are only chosen.
-        sent: the parts in the buffer that is sent, for one peer after the other.
-        sent_to: number of elements for each peer; so is ``received_from``.
-        received: the parts in the buffer that is received.
-        most: the most elements that any rank sends, and that any receives.
-    """
-
-    dim: int | None
-    sent: list[Piece]
-    sent_to: list[int]
-    received: list[Piece]
+    dim: int | None  # the dimension; None: nothing is sent, parts are only chosen
+    sent: list[Piece]  # the parts in the buffer that is sent, for one peer after the other
+    sent_to: list[int]  # number of elements for each peer; so is ``received_from``
+    received: list[Piece]  # the parts in the buffer that is received
     received_from: list[int]
-    most: tuple[int, int]
+    most: tuple[int, int]  # the most elements that any rank sends, and that any receives
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of whole ``rows`` and ``columns`` on a mesh.
-
-    Args:
-        sharded: whether it is divided over each mesh dimension; else that holds copies.
-        blocks: the part at each coordinate that has one; a coordinate is 0 where copies are.
-        owner: the coordinate that computes its update.
-    """
+    """A matrix of whole ``rows`` and ``columns`` on a mesh."""
 
     rows: int
     columns: int
+    # Whether it is divided over each mesh dimension; else that holds copies.
     sharded: tuple[bool, ...]
+    # The part at each coordinate that has one; a coordinate is 0 where copies are.
     blocks: Mapping[Coordinate, Rectangle]
-    owner: Coordinate
+    owner: Coordinate  # the coordinate that computes its update
 
 
 def tiles(rows: int, columns: int, blocks: Iterable[Rectangle]) -> bool:

@@ -80,22 +80,17 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer that the operator knows.
+    """An optimizer that the operator knows."""
 
-    Args:
-        numbers: entries of a group that are read before every step; a pair has several numbers.
-        options: entries of a group that choose the kernels.
-        state: names of the tensors of a parameter's state for a group, in the operator's order.
-        copies: copies of a parameter's bytes that the kernels hold, for a group that is updated one
-            parameter after the other, or not; the first step's, too.
-        run: calls the function of ``torch.optim``.
-    """
-
+    # Entries of a group that are read before every step; a pair has several numbers.
     numbers: tuple[str, ...]
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # entries of a group that choose the kernels
+    # Names of the tensors of a parameter's state for a group, in the operator's order.
     state: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    # Copies of a parameter's bytes that the kernels hold, for a group that is updated one parameter
+    # after the other, or not; the first step's, too.
     copies: Callable[[Mapping[str, Any], bool], int]
-    run: Callable[[Arguments], None]
+    run: Callable[[Arguments], None]  # calls the function of ``torch.optim``
 
     def numbers_of(self, group: Mapping[str, Any]) -> list[float]:
         """Return the numbers of a group; an lr that is a tensor is passed as one."""

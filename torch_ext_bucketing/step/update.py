@@ -115,24 +115,19 @@ class Trained:
 
 @dataclass(eq=False)
 class Epilogue:
-    """Nodes that update parameters, appended to the backward graph of a compile.
+    """Nodes that update parameters, appended to the backward graph of a compile."""
 
-    Args:
-        trained: parameters by canonical FQN, in the model's order; those with a group are updated.
-        norm: how gradients are clipped; None: not at all.
-        accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
-        aliases: FQN in ``trained`` by other FQNs of the same parameter.
-        exchange_bytes: see :func:`.train_step`.
-        scaler: has scaled the loss, and decides which optimizers are skipped; None: no loss scale.
-        found_inf: by optimizer a scalar, above zero where ``scaler`` skips it.
-    """
-
+    # Parameters by canonical FQN, in the model's order; those with a group are updated.
     trained: dict[str, Trained]
-    norm: Norm | None = None
+    norm: Norm | None = None  # how gradients are clipped; None: not at all
+    # FQNs whose ``grad`` has the sum of earlier microbatches.
     accumulated: frozenset[str] = frozenset()
+    # FQN in ``trained`` by other FQNs of the same parameter.
     aliases: Mapping[str, str] = field(default_factory=dict)
-    exchange_bytes: int | None = None
+    exchange_bytes: int | None = None  # see `train_step`
+    # Has scaled the loss, and decides which optimizers are skipped; None: no loss scale.
     scaler: torch.amp.GradScaler | None = None
+    # By optimizer a scalar, above zero where ``scaler`` skips it.
     found_inf: dict[torch.optim.Optimizer, torch.Tensor] = field(default_factory=dict)
     limit_bytes: int | None = None
     total_norm: torch.Tensor | None = None

@@ -79,22 +79,15 @@ class Cause:
 
 @dataclass(frozen=True)
 class Comparison(Report):
-    """Result of training a model by eager FSDP2 and compiled.
+    """Result of training a model by eager FSDP2 and compiled."""
 
-    Args:
-        equal: whether all weights have the same bits after every step, on every rank.
-        first_step: the first step after which weights differ, from 1, or None.
-        parameters: parameters whose gradients differ in that step, in the order of backward.
-        causes: in the order of the experiments; empty if all is equal.
-        notes: such as warnings of the compile.
-    """
-
-    equal: bool
+    equal: bool  # whether all weights have the same bits after every step, on every rank
     steps: int
-    first_step: int | None = None
+    first_step: int | None = None  # the first step after which weights differ, from 1, or None
+    # Parameters whose gradients differ in that step, in the order of backward.
     parameters: tuple[str, ...] = ()
-    causes: tuple[Cause, ...] = ()
-    notes: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()  # in the order of the experiments; empty if all is equal
+    notes: tuple[str, ...] = ()  # such as warnings of the compile
 
     def lines(self, members: bool = True) -> list[str]:
         """List the verdict, each cause with its advice, and the notes."""

@@ -66,27 +66,19 @@ def compare_on_rank(rank: Rank, options: CompareOptions) -> Comparison:
 
 @dataclass
 class _Experiments:
-    """The state of the experiments on the first step after which weights differ.
-
-    Attributes:
-        eager: that step's gradients by eager FSDP2.
-        ours: gradients with ``passes``; ``compiler`` compiled ``model`` with them.
-        order: parameters in the order of backward.
-        known: gradients on one rank, by key of ``_WAYS``.
-        failed: descriptions of experiments that raised.
-        mended: number of changes of ``passes`` that changed gradients.
-    """
+    """The state of the experiments on the first step after which weights differ."""
 
     trial: Trial
     step: int
-    eager: Hashes
-    ours: Hashes
+    eager: Hashes  # that step's gradients by eager FSDP2
+    ours: Hashes  # gradients with ``passes``; ``compiler`` compiled ``model`` with them
     model: nn.Module
     compiler: BucketingBackend
-    order: list[str] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)  # parameters in the order of backward
+    # Gradients on one rank, by key of ``_WAYS``.
     known: dict[str, Hashes] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
-    mended: int = 0
+    failed: list[str] = field(default_factory=list)  # descriptions of experiments that raised
+    mended: int = 0  # number of changes of ``passes`` that changed gradients
 
     def __post_init__(self) -> None:
         self.passes: Passes = self.trial.passes

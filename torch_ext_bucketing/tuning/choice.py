@@ -34,55 +34,37 @@ from ..reports.schedule import EstimateReport
 
 @dataclass(frozen=True)
 class CandidateReport(Record):
-    """One candidate: medians over measured steps of the slowest rank, in milliseconds.
-
-    Args:
-        step_ms: of whole steps.
-        graphs_ms: until the optimizer begins: forward, loss and backward.
-        peak_bytes: most that a rank held in a step, by the device's allocator; on CPU the process's
-            resident memory.
-        fits: whether that is within the bound.
-        estimated_ms: the cost model's time of the graphs; None: not estimated.
-        estimated_bytes: its peak of live bytes of the larger graph.
-        corrected_ms: the estimate with the report's factors.
-        relative: median of its steps, each over the median of all candidates in the same round; the
-            choice is made by it.
-    """
+    """One candidate: medians over measured steps of the slowest rank, in milliseconds."""
 
     name: str
-    step_ms: float
-    graphs_ms: float
+    step_ms: float  # of whole steps
+    graphs_ms: float  # until the optimizer begins: forward, loss and backward
+    # Most that a rank held in a step, by the device's allocator; on CPU the process's resident
+    # memory.
     peak_bytes: int
-    fits: bool = True
-    estimated_ms: float | None = None
-    estimated_bytes: int | None = None
-    corrected_ms: float | None = None
+    fits: bool = True  # whether that is within the bound
+    estimated_ms: float | None = None  # the cost model's time of the graphs; None: not estimated
+    estimated_bytes: int | None = None  # its peak of live bytes of the larger graph
+    corrected_ms: float | None = None  # the estimate with the report's factors
+    # Median of its steps, each over the median of all candidates in the same round; the choice is
+    # made by it.
     relative: float = 1.0
 
 
 @dataclass(frozen=True)
 class TuneReport(Report):
-    """The result of :func:`.tune`, alike on every rank but for estimates.
+    """The result of :func:`.tune`, alike on every rank but for estimates."""
 
-    Args:
-        chosen: name of the candidate that was kept.
-        candidates: in the given order.
-        steps: measured steps of the chosen one; those that were not close have fewer.
-        bound_bytes: the bound on a rank's memory; None: none.
-        bits_depend: whether another choice gives other bits.
-        factors: corrections of the cost model's times by the measured steps, by kind of collective
-            and for ``"kernel"``; empty without estimates.
-        from_cache: whether an earlier run's choice was taken without measuring.
-    """
-
-    chosen: str
-    candidates: tuple[CandidateReport, ...]
-    steps: int
+    chosen: str  # name of the candidate that was kept
+    candidates: tuple[CandidateReport, ...]  # in the given order
+    steps: int  # measured steps of the chosen one; those that were not close have fewer
     ranks: int
-    bound_bytes: int | None = None
-    bits_depend: bool = True
+    bound_bytes: int | None = None  # the bound on a rank's memory; None: none
+    bits_depend: bool = True  # whether another choice gives other bits
+    # Corrections of the cost model's times by the measured steps, by kind of collective and for
+    # ``"kernel"``; empty without estimates.
     factors: Mapping[str, float] = field(default_factory=dict)
-    from_cache: bool = False
+    from_cache: bool = False  # whether an earlier run's choice was taken without measuring
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TuneReport:

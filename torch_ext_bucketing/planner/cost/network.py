@@ -23,21 +23,15 @@ NCCL's ``treeCorrectionFactor`` falls from 0.9 to 0.4 or 0.5 and comes back, by 
 
 
 class Protocol(NamedTuple):
-    """Bandwidth and latencies of one of NCCL's protocols on one level of a network.
+    """Bandwidth and latencies of one of NCCL's protocols on one level of a network."""
 
-    Args:
-        base_ms: milliseconds of a collective without its steps.
-        ring_ms: milliseconds of a step of a ring.
-        tree_ms: milliseconds of a step of a tree, and of a ring with one rank on each node, where
-            nothing hides the network.
-        share: of the level's bandwidth.
-        limit: bytes per second that a whole group reaches at most; None: no such limit.
-    """
-
-    base_ms: float
-    ring_ms: float
+    base_ms: float  # milliseconds of a collective without its steps
+    ring_ms: float  # milliseconds of a step of a ring
+    # Milliseconds of a step of a tree, and of a ring with one rank on each node, where nothing
+    # hides the network.
     tree_ms: float
-    share: float = 1.0
+    share: float = 1.0  # of the level's bandwidth
+    # Bytes per second that a whole group reaches at most; None: no such limit.
     limit: float | None = None
 
     def reached(self, bandwidth: float) -> float:

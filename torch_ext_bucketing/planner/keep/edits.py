@@ -35,20 +35,17 @@ from .keepables import Keepable
 
 @dataclass(frozen=True)
 class PartChanges:
-    """The changes in both halves if a part is kept.
+    """The changes in both halves if a part is kept."""
 
-    Args:
-        made: by held storage, the place in forward of the wait after which it is allocated.
-        read: by held storage, the last place in backward that reads it.
-        copy_ms: by place in forward, milliseconds of the copies made there.
-        changes: by place in backward, the changed fields of its :class:`.Row`.
-        more: by place of a pack in backward, additional bytes that it allocates.
-    """
-
+    # By held storage, the place in forward of the wait after which it is allocated.
     made: dict[int, int] = field(default_factory=dict)
+    # By held storage, the last place in backward that reads it.
     read: dict[int, int] = field(default_factory=dict)
+    # By place in forward, milliseconds of the copies made there.
     copy_ms: dict[int, float] = field(default_factory=dict)
+    # By place in backward, the changed fields of its `Row`.
     changes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    # By place of a pack in backward, additional bytes that it allocates.
     more: dict[int, int] = field(default_factory=dict)
 
 

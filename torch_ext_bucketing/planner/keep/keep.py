@@ -62,22 +62,14 @@ CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Schedules of forward and backward with a choice.
+    """Schedules of forward and backward with a choice."""
 
-    Args:
-        kept: indices of the keepables.
-        step_ms: sum of both halves.
-        peak_bytes: larger peak of both halves.
-        above: bytes of the peak above the bound.
-        misses: sum over other bounds of (value - bound) / bound.
-        parked: storages that wait in ``host_bytes`` of pinned memory for backward.
-    """
-
-    kept: frozenset[int]
-    step_ms: float
-    peak_bytes: int
-    above: int
-    misses: float
+    kept: frozenset[int]  # indices of the keepables
+    step_ms: float  # sum of both halves
+    peak_bytes: int  # larger peak of both halves
+    above: int  # bytes of the peak above the bound
+    misses: float  # sum over other bounds of (value - bound) / bound
+    # Storages that wait in ``host_bytes`` of pinned memory for backward.
     parked: frozenset[int] = frozenset()
     host_bytes: int = 0
 

@@ -15,25 +15,17 @@ from ...graph.tags import tag_of
 
 @dataclass(frozen=True)
 class Keepable:
-    """A unit's parameters, a part of them, or a group of activations: kept or recomputed together.
+    """A unit's parameters, or a part, or a group of activations: kept or recomputed together."""
 
-    Args:
-        name: name for reports.
-        starts: all-gathers in the joint graph; empty for activations.
-        chains: nodes from the parameters to the last view or copy of the gathered values; or the
-            activations.
-        fqns: parameters that backward reads; empty if keeping this saves nothing.
-        held: storages held, of ``nbytes``, if this is kept.
-        whole: for a part, the index of the keepable with the whole parameters; else -1.
-    """
-
-    name: str
-    starts: tuple[fx.Node, ...]
+    name: str  # name for reports
+    starts: tuple[fx.Node, ...]  # all-gathers in the joint graph; empty for activations
+    # Nodes from the parameters to the last view or copy of the gathered values; or the activations.
     chains: tuple[fx.Node, ...]
+    # Parameters that backward reads; empty if keeping this saves nothing.
     fqns: tuple[str, ...] = ()
     nbytes: int = 0
-    held: tuple[int, ...] = ()
-    whole: int = -1
+    held: tuple[int, ...] = ()  # storages held, of ``nbytes``, if this is kept
+    whole: int = -1  # for a part, the index of the keepable with the whole parameters; else -1
 
 
 def unit_name(fqns: Sequence[str]) -> str:

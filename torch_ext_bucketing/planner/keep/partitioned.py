@@ -47,19 +47,13 @@ from .keepables import Keepable, keepable_units
 
 @dataclass(frozen=True)
 class Stay:
-    """Backward with a choice.
+    """Backward with a choice."""
 
-    Args:
-        places: by place in backward, whether the node runs.
-        held: storages that are saved because of the choice.
-        dropped: storages that are saved if nothing is kept, and that no remaining node reads.
-        parts: changes by parts that are kept.
-    """
-
-    places: bytearray
-    held: tuple[int, ...]
+    places: bytearray  # by place in backward, whether the node runs
+    held: tuple[int, ...]  # storages that are saved because of the choice
+    # Storages that are saved if nothing is kept, and that no remaining node reads.
     dropped: tuple[int, ...]
-    parts: tuple[PartChanges, ...] = ()
+    parts: tuple[PartChanges, ...] = ()  # changes by parts that are kept
 
     def changes(self) -> dict[int, dict[str, Any]]:
         """Return the changed fields of rows in backward, by place."""

@@ -35,21 +35,14 @@ _RESIDENCY = ("UNSHARD", "RESHARD")
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one stage's graphs.
+    """Bytes of one stage's graphs."""
 
-    Args:
-        gathered: gathered parameters.
-        saved: other tensors that one microbatch saves from forward to backward.
-        gradients: gradient sums, live from the first backward to their reduction.
-        running: by kind of action, the peak of its graph above the inputs and the bytes above.
-        reads: kinds of actions that read the parameters.
-    """
-
-    gathered: int
-    saved: int
-    gradients: int
+    gathered: int  # gathered parameters
+    saved: int  # other tensors that one microbatch saves from forward to backward
+    gradients: int  # gradient sums, live from the first backward to their reduction
+    # By kind of action, the peak of its graph above the inputs and the bytes above.
     running: Mapping[str, int]
-    reads: frozenset[str] = frozenset("FBIW")
+    reads: frozenset[str] = frozenset("FBIW")  # kinds of actions that read the parameters
 
 
 @dataclass

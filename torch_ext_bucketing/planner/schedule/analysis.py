@@ -24,31 +24,23 @@ class NodeTable:
     """The movable nodes of a graph as columns, one entry per node; see :func:`.model_of`.
 
     A node's *place* is its index in the columns.
-
-    Args:
-        ms: milliseconds on the node's stream; 0 for nodes of uneven shards (:mod:`.graph.sizes`)
-            and for nodes without a user.
-        group: a collective's process group, or None.
-        start_of: the place of a wait's collective, or -1.
-        compute: whether the node is a compute node.
-        reduces: whether it is a reduce-scatter.
-        view: whether it runs no kernel.
-        host: milliseconds that the host takes to launch the node.
-        members: the starts in a planned bucket, by the place of the bucket's start.
-        shared: the network level of each group that shares it with others.
     """
 
     dependencies: Precedence
     liveness: Storages
+    # Milliseconds on the node's stream; 0 for nodes of uneven shards (`graph.sizes`) and for
+    # nodes without a user.
     ms: list[float]
-    group: list[str | None]
-    start_of: list[int]
-    compute: list[bool]
-    reduces: list[bool]
-    view: list[bool]
-    host: list[float]
+    group: list[str | None]  # a collective's process group, or None
+    start_of: list[int]  # the place of a wait's collective, or -1
+    compute: list[bool]  # whether the node is a compute node
+    reduces: list[bool]  # whether it is a reduce-scatter
+    view: list[bool]  # whether it runs no kernel
+    host: list[float]  # milliseconds that the host takes to launch the node
     graph: GraphAnalysis
+    # The starts in a planned bucket, by the place of the bucket's start.
     members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
+    # The network level of each group that shares it with others.
     shared: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -255,19 +247,14 @@ def _between(model: NodeTable, start: int, end: int) -> set[int]:
 
 
 class Send(NamedTuple):
-    """The next collective on a node's longest path that its own kernels can't hide.
+    """The next collective on a node's longest path that its own kernels can't hide."""
 
-    Args:
-        compute_ms: milliseconds of the node and of the path up to the collective, collectives that
-            kernels hide included; of the node alone without a collective.
-        ms: the collective's milliseconds; 0 without one, with no ``group``.
-        tail: least milliseconds from its begin to the end of the step.
-    """
-
+    # Milliseconds of the node and of the path up to the collective, collectives that kernels hide
+    # included; of the node alone without a collective.
     compute_ms: float
     group: str | None
-    ms: float
-    tail: float
+    ms: float  # the collective's milliseconds; 0 without one, with no ``group``
+    tail: float  # least milliseconds from its begin to the end of the step
 
 
 def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:

@@ -45,32 +45,23 @@ from .timeline import Timeline, compute_runs
 
 @dataclass(frozen=True)
 class Options:
-    """Bounds and preferences for one order.
+    """Bounds and preferences for one order."""
 
-    Args:
-        limit_bytes: live bytes that prefetching and overtaking stay under. A kernel that would
-            exceed them first waits for collectives in flight, which frees their buffers. None: no
-            limit.
-        window: compute nodes among which the longest remaining path runs first; 0: the graph's
-            order.
-        fill: compute nodes after the oldest open one that may run while it waits.
-        depth: gathers of one group that may be in flight or unused when the next one launches.
-        max_prefetch: compute nodes that a gather may be ahead of its use.
-        deadlines: whether gathers may launch earlier for their stream to end in time.
-        hold: whether a kernel is held back while one with a longer path waits, if the path would be
-            delayed.
-        max_run: most compute nodes between two reduce-scatters; None: no bound.
-        under: the place of the kernel to launch a gather right before, by the gather's place.
-    """
-
+    # Live bytes that prefetching and overtaking stay under. A kernel that would exceed them first
+    # waits for collectives in flight, which frees their buffers. None: no limit.
     limit_bytes: int | None = None
+    # Compute nodes among which the longest remaining path runs first; 0: the graph's order.
     window: int = 0
-    fill: int = 100
+    fill: int = 100  # compute nodes after the oldest open one that may run while it waits
+    # Gathers of one group that may be in flight or unused when the next one launches.
     depth: int = 1
-    max_prefetch: int = 100
-    deadlines: bool = True
+    max_prefetch: int = 100  # compute nodes that a gather may be ahead of its use
+    deadlines: bool = True  # whether gathers may launch earlier for their stream to end in time
+    # Whether a kernel is held back while one with a longer path waits, if the path would be
+    # delayed.
     hold: bool = True
-    max_run: int | None = None
+    max_run: int | None = None  # most compute nodes between two reduce-scatters; None: no bound
+    # The place of the kernel to launch a gather right before, by the gather's place.
     under: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @property
