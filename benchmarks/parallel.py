@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from eager_parity.tensor import block_plan
 from torch_ext_bucketing.fsdp.shard import data_parallel
+from torch_ext_bucketing.testing.configured import AsTensorParallel
 
 from .models import DeepSeek, Experts, Llama
 
@@ -177,18 +178,6 @@ def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, block_plan(sequence=True), src_data_rank=None)
 
 
-class _AsTensorParallel(nn.Module):
-    """A parametrization's second step: what FSDP gathered is a tensor-parallel rank's shard."""
-
-    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-        super().__init__()
-        self.mesh = mesh
-        self.placements = placements
-
-    def forward(self, local: torch.Tensor) -> DTensor:
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
-
-
 def _fully_shard(model: nn.Module, mesh: DeviceMesh, but: Collection[nn.Module] = ()) -> None:
     """Shard all modules but those in ``but``: fp32 shards, bf16 gathers, fp32 reductions.
 
@@ -212,5 +201,5 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, but: Collection[nn.Module] 
         data_parallel(module, mesh, mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for name, (tensor_mesh, placements) in tensor_parallel.items():
             parametrize.register_parametrization(
-                module, name, _AsTensorParallel(tensor_mesh, placements), unsafe=True
+                module, name, AsTensorParallel(tensor_mesh, placements), unsafe=True
             )

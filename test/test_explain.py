@@ -3,17 +3,22 @@
 import itertools
 import json
 import re
+import resource
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.__main__ import main
+from torch_ext_bucketing.commands.explain import GPUS, OPTIMIZERS
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.shard import data_parallel
-from torch_ext_bucketing.planner.cost.machine import Machine
+from torch_ext_bucketing.planner.cost.machine import DATA_SHEETS, Machine
+from torch_ext_bucketing.testing.configured import Rule
 from torch_ext_bucketing.testing.target import TargetError
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
@@ -48,6 +53,56 @@ def raises():
 
 def cannot_run():
     return two_blocks()[0], {"nonsense": TOKENS}
+
+
+def reads_a_weight():
+    return TwoBlocks().to("cuda" if float(torch.ones(2).sum()) else "cpu")
+
+
+def branches_on_data():
+    class Branches(TwoBlocks):
+        def forward(self, x):
+            out = super().forward(x)
+            return out * 2 if float(out.sum()) > 0 else out
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return data_parallel(Branches(), mesh), TOKENS
+
+
+class Attends(torch.nn.Module):
+    """One block of attention, of 64 heads of 128 elements; it is 128 GiB in all with a head."""
+
+    def __init__(self, heads=64, values=128):
+        super().__init__()
+        self.heads = heads
+        self.qk = torch.nn.ModuleList(torch.nn.Linear(heads * 128, heads * 128) for _ in range(2))
+        self.v = torch.nn.Linear(heads * 128, heads * values)
+        self.head = torch.nn.Linear(heads * values, 2**22)
+
+    def forward(self, x):
+        views = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (*self.qk, self.v))
+        out = F.scaled_dot_product_attention(*views, is_causal=True)
+        return self.head(out.transpose(1, 2).flatten(2))
+
+
+def huge_on_cuda(values=128):
+    """Shard as a job does that makes its weights on its GPU after sharding."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = Attends(values=values)
+    data_parallel(model, mesh, param_dtype=torch.bfloat16)
+    model.to_empty(device="cuda")
+    x = torch.zeros(1, 256, 64 * 128, device="cuda", dtype=torch.bfloat16)
+    return model.to("cuda:0"), x, lambda output, inputs: output.float().square().mean()
+
+
+def huge_with_wide_heads():
+    return huge_on_cuda(values=160)
+
+
+def of_a_mesh(mesh):
+    assert mesh.mesh_dim_names == ("replicate", "fsdp")
+    return data_parallel(TwoBlocks(), mesh, "hybrid_shard"), TOKENS
 
 
 not_a_function = 3
@@ -121,7 +176,9 @@ def test_the_goal_speed():
         (f"{HERE}:not_a_function", "has no function not_a_function"),
         (f"{HERE}:no_pair", r"must return \(model, inputs\).*returned TwoBlocks"),
         (f"{HERE}:raises", "raised ValueError: no such file"),
-        (f"{HERE}:cannot_run", "compiling the model or running it failed"),
+        (f"{HERE}:reads_a_weight", "reads_a_weight reads a tensor's value, and no tensor has"),
+        (f"{HERE}:branches_on_data", "reads a tensor's value where torch.compile breaks the graph"),
+        (f"{HERE}:cannot_run", "tracing the model failed: TypeError"),
     ],
 )
 def test_bad_targets_are_named(target, match):
@@ -190,6 +247,60 @@ def test_times_of_a_machine_and_of_sizes_that_depend_on_data(tmp_path, capsys):
     (tmp_path / "none.json").write_text("{}")
     assert main(["explain", "--machine", str(tmp_path / "none.json")]) == 1
     assert "--machine: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "target", "kernel"),
+    [
+        ("h100", "huge_on_cuda", "_scaled_dot_product_cudnn_attention"),
+        ("gb200", "huge_on_cuda", "_scaled_dot_product_cudnn_attention"),
+        ("a100", "huge_on_cuda", "_scaled_dot_product_flash_attention"),
+        ("mi300x", "huge_on_cuda", "_scaled_dot_product_flash_attention"),
+        ("h100", "huge_with_wide_heads", "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_no_weights_and_the_attention_of_the_gpu(gpu, target, kernel):
+    """A model of 128 GiB on CUDA takes no memory, and its kernel and what that saves are CUDA's."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = explain(
+        f"{HERE}:{target}", machine=DATA_SHEETS[gpu], goal="speed", backend="aot_eager", draw=True
+    )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    assert not torch.overrides._is_torch_function_mode_enabled()
+    for drawn, name in zip(found.drawn[::2], (kernel, f"{kernel}_backward"), strict=True):
+        names = [node.name for node in drawn.model.dependencies.nodes]
+        assert any(n.startswith(name) for n in names), names
+    assert found.report.schedules[0].peak_bytes[1] > 128 * 2**30 / 2  # gathered in bf16
+    with torch.no_grad():  # the CPU's operators are back
+        q = torch.ones(1, 1, 2, 8)
+        assert F.scaled_dot_product_attention(q, q, q).device.type == "cpu"
+
+
+def test_a_mesh_in_words(capsys):
+    found = explain(f"{HERE}:of_a_mesh", mesh={"replicate": 2, "fsdp": 4}, backend="aot_eager")
+    sizes = {b.group_size for b in found.report.buckets}
+    assert sizes == {2, 4}
+    assert {"all_reduce", "all_gather", "reduce_scatter"} == set(found.report.collectives_after)
+    for mesh in ("tp=8", "fsdp=0", "fsdp=2,fsdp=2", "fsdp", "ep=2,fsdp=8"):
+        with pytest.raises(SystemExit) as stop:
+            main(["explain", "--mesh", mesh])
+        assert stop.value.code == 2
+    with pytest.raises(SystemExit):
+        main(["explain", "--mesh", "fsdp=8", "--world-size", "4"])
+    assert "--mesh: it has 8 ranks, and --world-size is 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_nothing_is_compiled(backend, monkeypatch):
+    from torch._inductor.graph import GraphLowering
+
+    monkeypatch.setattr(GraphLowering, "run", None)
+    assert len(explain(f"{HERE}:two_blocks", backend=backend).report.graphs) == 2
+
+
+def test_the_names_of_data_sheets_and_optimizers_are_the_commands():
+    assert set(GPUS) == {*DATA_SHEETS, "cpu"}
+    assert get_args(Rule) == OPTIMIZERS
 
 
 def test_a_process_group_of_someone_else(fake_world):

@@ -1,12 +1,18 @@
-"""Explain a model's buckets and schedule, in one process with a fake process group.
+"""Explain a model's buckets and schedule, in one process, without weights, GPUs or ranks.
 
-The model is compiled, forward and backward, and the report is that of any compile.
+Dynamo, AOTAutograd and Inductor trace the model on fake tensors in a fake process group, and stop
+where the graphs are planned. The report is that of any compile.
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,10 +22,10 @@ import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .fqns import format_names
+from ._torch.without_device import OnCpu, fake_tensors, reads_values
 from .fsdp.shard import data_parallel
 from .graph.sizes import GivenHints
-from .passes.backends import backend
+from .passes.backends import BucketingBackend
 from .passes.base import GraphPass
 from .passes.compilation import Compilation
 from .planner.cost.machine import Machine, job_machine
@@ -28,7 +34,8 @@ from .planner.schedule.memory import PeakMemory
 from .planner.schedule.plot import Drawn
 from .recipes import Goal, recipe
 from .reports.compile import CompileReport
-from .testing.target import TargetError, build, call, load_target
+from .testing.configured import Rule, configured, state_of
+from .testing.target import LLAMA3, TargetError, build, call, load_target
 from .testing.training import ModelConfig, Transformer
 
 
@@ -47,78 +54,153 @@ def explain(
     goal: Goal = "parity",
     reduce: Literal["all_to_all"] | None = None,
     world_size: int = 8,
+    mesh: Mapping[str, int] | None = None,
+    sequence: int | None = None,
+    batch: int = 1,
+    optimizer: Rule = "adamw",
     memory_gib: float | None = None,
     host_gib: float | None = None,
     draw: bool = False,
     machine: Machine | None = None,
     size_hints: GivenHints = None,
+    backend: Literal["inductor", "aot_eager"] = "inductor",
+    on_cpu: bool = False,
 ) -> Explanation:
-    """Compile a model's forward and backward with :func:`.recipe`'s passes on a fake process group.
+    """Plan a model's forward and backward with :func:`.recipe`'s passes on a fake process group.
+
+    No tensor has values: those that the target makes are fake, on any device that it names, and
+    nothing runs. A rank's attention kernel is that of the machine's GPU.
 
     Args:
-        target: ``"module:function"`` that returns the model and its inputs; None: the demo's model,
-            sharded over all ranks.
+        target: ``"module:function"`` that returns the model and its inputs, and optionally a
+            ``loss(output, inputs)`` that is compiled with it. A function with a parameter gets the
+            mesh. Or a name for :func:`.configured`; None: the demo's model.
         goal: see :func:`.recipe`, also for ``reduce``, ``memory_gib`` and ``machine``.
-        world_size: number of ranks.
+        world_size: number of ranks, without ``mesh``.
+        mesh: sizes of the mesh's dimensions, some of :data:`.MESH`; None: all ranks are
+            ``"fsdp"``.
+        sequence: tokens of a sequence, and ``batch`` sequences of a rank, of a configured model.
+        optimizer: whose state counts with ``memory_gib``.
         host_gib: with ``memory_gib``: see :class:`.PeakMemory`.
         draw: whether to keep the timelines of the graphs.
         size_hints: see :func:`.backend`.
+        backend: the job's; its passes make the graph that is planned.
+        on_cpu: use the operators of CPU ranks; times stay those of the machine.
 
     Raises:
-        TargetError: the target can't be found, called or compiled, an option is invalid, or a
+        TargetError: the target can't be found, called or traced, an option is invalid, or a
             process group exists already.
     """
     if host_gib is not None and memory_gib is None:
         raise TargetError("host memory belongs to a bound: give memory_gib (--memory-gib), too")
-    make = _demo_model if target is None else load_target(target)
+    named = target is not None and (target in LLAMA3 or target.startswith("hf:"))
+    make = _demo_model if target is None else configured if named else load_target(target)
     if dist.is_initialized():
         raise TargetError(
             "torch.distributed is initialised already; explain starts a fake process group of its "
             "own: importing the module of the target must not start one"
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    machine = job_machine() if machine is None else machine
+    sizes = {"fsdp": world_size} if mesh is None else dict(mesh)
+    ranks = math.prod(sizes.values())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        model, inputs = build(make, str(target))
-        empty = [name for name, p in model.named_parameters() if p.is_meta]
-        if empty:
-            raise TargetError(
-                f"{len(empty)} parameter(s) of the model are on the meta device, and explain runs "
-                f"the model: {format_names(empty)}. Build it on the CPU, or after sharding call "
-                "model.to_empty(device='cpu')"
-            )
-        # The graph isn't compiled, but a job's is, by Inductor unless another backend is given.
-        machine = (job_machine() if machine is None else machine).for_backend(fuses=True)
-        drawn: list[Drawn] = []
-        before, after = ([_Draw(drawn, v, machine)] * draw for v in ("before", "after"))
-        try:
-            memory = None
-            if memory_gib is not None:
-                memory = PeakMemory(gib=memory_gib, host_gib=host_gib)
-            passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)
-            passes = [
-                replace(p, curve=p.auto) if isinstance(p, ReshardAfterForward) else p
-                for p in passes
-            ]
-            all_passes = [*before, *passes, *after]
-            compiler = backend("aot_eager", all_passes, model, size_hints=size_hints)
-        except (ValueError, TypeError) as error:
-            raise TargetError(f"recipe(model, {goal!r}): {error}") from error
-        try:
-            results = pytree.tree_leaves(call(torch.compile(model, backend=compiler), inputs))
-            losses = [r.sum() for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-            if losses:
-                torch.stack(losses).sum().backward()
-        except Exception as error:
-            raise TargetError(
-                f"compiling the model or running it failed: {type(error).__name__}: {error}"
-            ) from error
-        if not compiler.reports:
+        _hint_at_weights(str(target))
+        with fake_tensors(None if on_cpu else machine.name):
+            given: tuple[Any, ...] = ()
+            if named or _takes_mesh(make):
+                over = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
+                given = (target, over, sequence, batch) if named else (over,)
+            with OnCpu():
+                model, inputs, loss = (*_build(make, str(target), given), None)[:3]
+            drawn: list[Drawn] = []
+            seen = machine.for_backend(fuses=backend == "inductor")
+            before, after = ([_Draw(drawn, v, seen)] * draw for v in ("before", "after"))
+            try:
+                bound: dict[str, Any] = {}
+                if memory_gib is not None:
+                    bound["memory"] = PeakMemory(gib=memory_gib, host_gib=host_gib)
+                    bound["state_bytes_per_parameter"] = state_of(model, optimizer)
+                passes = recipe(model, goal, machine=machine, reduce=reduce, **bound)
+                passes = [
+                    replace(p, curve=p.auto) if isinstance(p, ReshardAfterForward) else p
+                    for p in passes
+                ]
+                planner = _Planner(
+                    backend, [*before, *passes, *after], model, size_hints=size_hints
+                )
+            except (ValueError, TypeError) as error:
+                raise TargetError(f"recipe(model, {goal!r}): {error}") from error
+            _trace(model, inputs, loss, planner)
+        if not planner.reports:
             raise TargetError("the model compiled to no graph: nothing in it was traced")
         # A graph break makes several reports.
-        return Explanation(passes, CompileReport.joined(compiler.reports), drawn)
+        return Explanation(passes, CompileReport.joined(planner.reports), drawn)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+_MOST_GIB = 1
+
+
+def _hint_at_weights(target: str) -> None:
+    """Warn of parameters with values, which importing the target's module has made."""
+    made = (p for p in gc.get_objects() if type(p) is nn.Parameter and not p.is_meta)
+    gib = sum(p.nbytes for p in made) / 2**30
+    if gib > _MOST_GIB:
+        warnings.warn(
+            f"importing {target} made {gib:.1f} GiB of parameters with values. A model that its "
+            "function builds takes no memory here, as all that it makes is fake",
+            stacklevel=3,
+        )
+
+
+def _build(make: Callable[..., Any], name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    try:
+        return build(make, name, *given, loss=True)
+    except TargetError as error:
+        if not reads_values(error):
+            raise
+        raise TargetError(
+            f"{error}\n{name} reads a tensor's value, and no tensor has values here: leave out "
+            "what loads or checks weights"
+        ) from error
+
+
+def _takes_mesh(make: Callable[..., Any]) -> bool:
+    """Return whether a function has a parameter without a default."""
+    parameters = inspect.signature(make).parameters.values()
+    return any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters)
+
+
+class _Planner(BucketingBackend):
+    only_plans: ClassVar[bool] = True
+
+
+def _trace(model: nn.Module, inputs: Any, loss: Any, planner: BucketingBackend) -> None:
+    """Trace a step forward and backward."""
+
+    def step(model: nn.Module, inputs: Any) -> Any:
+        output = call(model, inputs)
+        return output if loss is None else loss(output, inputs)
+
+    try:
+        compiled = torch.compile(model if loss is None else step, backend=planner)
+        output = call(compiled, inputs) if loss is None else compiled(model, inputs)
+        output = getattr(output, "loss", None) or output
+        results = pytree.tree_leaves(output)
+        losses = [r.sum() for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+        if losses:
+            torch.stack(losses).sum().backward()
+    except Exception as error:
+        why = f"tracing the model failed: {type(error).__name__}: {error}"
+        if reads_values(error):
+            why += (
+                "\nThe model reads a tensor's value where torch.compile breaks the graph, and no "
+                "tensor has values here: TORCH_LOGS=graph_breaks names the place"
+            )
+        raise TargetError(why) from error
 
 
 def _demo_model() -> tuple[nn.Module, torch.Tensor]:

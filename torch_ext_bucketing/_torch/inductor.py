@@ -13,6 +13,7 @@ import torch.fx as fx
 from . import private_torch
 from .aot import WithoutDraws, reads_dropout
 from .caches import watched_caches
+from .without_device import Planned
 
 with private_torch():
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
@@ -91,6 +92,7 @@ def compile_inductor(
     meshes: Sequence[Any] = (),
     extend: Callable[[fx.GraphModule], tuple[list[Any], Wrap]] | None = None,
     check: Wrap | None = None,
+    stand_in: Callable[[fx.Graph], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Call Inductor, with our hooks appended to the user's.
 
@@ -104,6 +106,8 @@ def compile_inductor(
             added, and a wrapper that adds their values. AOTAutograd's cache is off then, since it
             would load graphs without these changes.
         check: wraps each compiled graph, inside of ``extend``'s wrapper; the cache is off, too.
+        stand_in: makes a stand-in for a compiled graph, if ``post_grad`` raises ``Planned``; the
+            cache is off, too.
     """
     with private_torch():
         from torch._functorch import config as functorch_config
@@ -142,10 +146,15 @@ def compile_inductor(
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         added, wrap = ([], _same) if extend is None else extend(graph)
         with watched_caches(meshes):  # the backward graph's turn comes later
-            compiled = compile_fx_inner(graph, [*inputs, *added], **kwargs)
+            try:
+                compiled = compile_fx_inner(graph, [*inputs, *added], **kwargs)
+            except Planned as planned:
+                assert stand_in is not None
+                compiled = stand_in(planned.graph)
             return wrap(compiled if check is None else check(compiled))
 
-    cached = {} if extend is None and check is None else {"enable_autograd_cache": False}
+    alone = extend is None and check is None and stand_in is None
+    cached = {} if alone else {"enable_autograd_cache": False}
     with watched_caches(meshes), functorch_config.patch(cached):
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 

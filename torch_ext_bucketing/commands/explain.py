@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..reports.base import aligned, sizes_text
-from ..testing.target import TargetError, add_command, output_file
+from ..testing.target import TargetError, add_command, mesh_of, output_file
 
 if TYPE_CHECKING:
     from ..reports.compile import CompileReport
 
+GPUS = ("h100", "h200", "b200", "gb200", "a100", "mi300x", "cpu")
+"""Data sheets; ``cpu`` stands for CPU ranks, with the times of the default GPU."""
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
+_PASSED_ON = ("goal", "mesh", "sequence", "batch", "optimizer", "memory_gib", "host_gib", "backend")
+
 _DESCRIPTION = """\
-Compile a model's forward and backward in this process, with the passes of recipe() and a fake
+Plan a model's forward and backward in this process, with the passes of recipe() and a fake
 process group of any number of ranks. Print the passes as code, the buckets with their layout and
 why each was closed, and the collectives that are not merged, with the causes.
 
-MODULE:FUNCTION is called without arguments once the process group exists, so it can make device
-meshes. It returns the sharded model and its inputs: (model, tensor), (model, (tensor, ...)) or
-(model, {"name": tensor}). The default is a small LLaMA-style model."""
+MODEL is llama3-8b, llama3-70b or llama3-405b; hf: and a config.json of transformers, its folder or
+a model_type such as deepseek_v3; or MODULE:FUNCTION. The function is called once the process group
+exists, so it can make device meshes; if it has a parameter, it gets the mesh. It returns the
+sharded model and its inputs: (model, tensor), (model, (tensor, ...)) or (model, {"name": tensor}),
+and as a third a loss(output, inputs) that is compiled with the model. The default is a small
+LLaMA-style model.
+
+Nothing has weights or runs: tensors are fake, on any device that the function names, and the graph
+has the operators of the GPU."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,7 +40,10 @@ def add_parser(subparsers: Any) -> None:
     about = "show how a model's collectives are bucketed and scheduled, and why"
     parser = add_command(subparsers, "explain", run, help=about, description=_DESCRIPTION)
     for name, kind, metavar, text in (
-        ("--world-size", int, "N", "ranks to pretend (default: 8)"),
+        ("--world-size", int, "N", "ranks to pretend (default: 8), without --mesh"),
+        ("--mesh", mesh_of, "SIZES", "ranks by dimension, as in replicate=4,fsdp=16,tp=8"),
+        ("--sequence", int, "N", "tokens of a sequence (default: 8192, or the model's most)"),
+        ("--batch", int, "N", "sequences of a rank (default: 1)"),
         (
             "--memory-gib",
             float,
@@ -43,9 +58,12 @@ def add_parser(subparsers: Any) -> None:
         ("--json", output_file, "FILE", "also write the report to FILE"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=text)
-    parser.set_defaults(goal="parity", world_size=8)
+    parser.set_defaults(goal="parity", batch=1, optimizer="adamw", backend="inductor")
     option = parser.add_argument
-    option("target", nargs="?", metavar="MODULE:FUNCTION", help="the model (default: the demo's)")
+    option("target", nargs="?", metavar="MODEL", help="the model (default: the demo's)")
+    option("--gpu", choices=GPUS, help="its data sheet and operators (default: this GPU, or h100)")
+    option("--optimizer", choices=OPTIMIZERS, help="whose state counts (default: adamw)")
+    option("--backend", choices=("inductor", "aot_eager"), help="the job's (default: inductor)")
     option("--goal", choices=("parity", "speed"), help="see recipe() (default: parity)")
     in_rank_order = "add gradients in rank order, and compare the cost with rings"
     option("--reduce", choices=("all_to_all",), help=in_rank_order)
@@ -54,23 +72,31 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status. Bad options exit with 2."""
-    if args.world_size < 1:
-        args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
+    for name in ("world_size", "sequence", "batch"):
+        given = getattr(args, name)
+        if given is not None and given < 1:
+            args.parser.error(f"--{name.replace('_', '-')}: must be at least 1, got {given}")
+    ranks = math.prod((args.mesh or {}).values())
+    if args.mesh and args.world_size not in (None, ranks):
+        args.parser.error(f"--mesh: it has {ranks} ranks, and --world-size is {args.world_size}")
+    if args.gpu and args.machine:
+        args.parser.error("give --gpu or --machine, not both")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         args.parser.error("--plot: matplotlib is not installed: pip install matplotlib")
     import torch
 
     from ..explain import explain
-    from ..planner.cost.machine import Machine
+    from ..planner.cost.machine import DATA_SHEETS, Machine
     from ..planner.schedule.plot import write_trace
     from ..reports.keep import KeepReport
 
     try:
-        machine = None if args.machine is None else Machine.load(args.machine)
+        machine = DATA_SHEETS.get(args.gpu) if args.machine is None else Machine.load(args.machine)
     except (ValueError, OSError) as error:
         raise TargetError(f"--machine: {error}") from error
-    given = {name: getattr(args, name) for name in ("goal", "world_size", "memory_gib", "host_gib")}
-    given |= {"machine": machine, "size_hints": args.size_hint}
+    given = {name: getattr(args, name) for name in _PASSED_ON}
+    given |= {"machine": machine, "size_hints": args.size_hint, "on_cpu": args.gpu == "cpu"}
+    given["world_size"] = args.world_size or 8
     explained = explain(
         args.target, reduce=args.reduce, draw=bool(args.trace or args.plot), **given
     )

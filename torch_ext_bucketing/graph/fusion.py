@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .._torch.without_device import stands_for_cuda
 from .nodes import is_view, tensors_in
 
 _aten = torch.ops.aten
@@ -142,7 +143,8 @@ class _Walk:
         self._left: set[fx.Node] = set()  # buffers that other kernels read
         self._written: list[tuple[int, fx.Node]] = []
         tensors = (t for n in nodes for t in tensors_in(n.meta.get("val")))
-        self._cpu = next((t.device.type for t in tensors), "cuda") == "cpu"
+        device = next((t.device.type for t in tensors), "cuda")
+        self._cpu = device == "cpu" and not stands_for_cuda()
         for node in nodes:
             if node not in absent:
                 self._visit(node)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.fx as fx
@@ -24,12 +24,13 @@ from .._torch.inductor import (
     uses_cuda_graphs,
 )
 from .._torch.process_groups import compiles_for_all_ranks, default_group
+from .._torch.without_device import Planned, results_alone
 from ..errors import GuessedNamesWarning, NoUuidError
 from ..fqns import format_names
 from ..fsdp.shard import attach
 from ..fsdp.tagging import gradients_of, named_inputs
 from ..graph.nodes import GraphLike, graph_of
-from ..graph.sizes import GivenHints, check_size_hints
+from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..reports.graph import GraphReport
 from ..runtime import agreement
@@ -57,6 +58,8 @@ class BucketingBackend:
     ``reports`` has one report per compile, ``pipeline`` the passes in the order they run.
     """
 
+    only_plans: ClassVar[bool] = False
+    """Whether graphs are planned and not compiled; empty tensors are their results."""
     compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor"
     passes: Iterable[GraphPass] = ()
     model: torch.nn.Module | None = None
@@ -136,6 +139,8 @@ class BucketingBackend:
     ) -> Callable[..., Any]:
         check = RecomputeCheck() if self.check_recompute else None
         extend = functools.partial(_extended, compilation=compilation)
+        numbers = SizeHints.of(self.size_hints)
+        stand_in = functools.partial(results_alone, number=numbers) if self.only_plans else None
         if self.compiler == "inductor":
             meshes = _caches.meshes_in(example_inputs)
             return compile_inductor(
@@ -152,6 +157,7 @@ class BucketingBackend:
                 meshes=meshes,
                 extend=extend if compilation.extension else None,
                 check=check.wrap if check else None,
+                stand_in=stand_in,
             )
 
         def joint(graph: fx.GraphModule) -> None:
@@ -172,13 +178,11 @@ class BucketingBackend:
 
             return wrap
 
+        compiler: Any = None if self.compiler == "aot_eager" else self.compiler
+        if stand_in is not None:
+            compiler = lambda graph, inputs: stand_in(graph.graph)  # noqa: E731
         return _aot.compile_aot(
-            gm,
-            example_inputs,
-            joint=joint,
-            extend=extend,
-            each=each,
-            compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
+            gm, example_inputs, joint=joint, extend=extend, each=each, compiler=compiler
         )
 
     def _extension(self) -> Extension | None:
@@ -220,6 +224,7 @@ class _InductorPass(CustomGraphPass):
         self._meshes = meshes
         self._agrees = agrees
         self._check = check
+        self._only_plans = backend.only_plans
         self._made: CompileReport | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -240,6 +245,8 @@ class _InductorPass(CustomGraphPass):
             agreement.insert(graph, launches, self._timeout)
         if self._check:
             self._check.keep(graph, graph.owning_module)
+        if self._only_plans:
+            raise Planned(graph)
         if any(ORDER in p.provides for p in self._passes.ahead):
             pin_order(graph)  # last, since wrapping hides a node's operator
 
@@ -255,7 +262,8 @@ class _InductorPass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         _caches.forget_mesh_hashes(self._meshes)  # Inductor calls this before it makes a key
-        passes = None if self._check else self._passes.uuid()  # a loaded graph has nothing to check
+        # A loaded graph has nothing to check, and no plan.
+        passes = None if self._check or self._only_plans else self._passes.uuid()
         fqns = repr(describe(self._compilation.input_fqns))
         agreement = repr((self._agrees, self._timeout))
         try:

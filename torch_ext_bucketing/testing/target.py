@@ -16,6 +16,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Layers, width, heads and inner width; 8 heads of keys and values, 128,256 tokens in all: table 3
+# of "The Llama 3 Herd of Models".
+LLAMA3 = {
+    "llama3-8b": (32, 4096, 32, 14336),
+    "llama3-70b": (80, 8192, 64, 28672),
+    "llama3-405b": (126, 16384, 128, 53248),
+}
+MESH = ("replicate", "fsdp", "tp")
+"""The dimensions of a mesh in words, outermost first."""
+
 
 class TargetError(Exception):
     """A command's argument can't be used. The message has the reason and a remedy."""
@@ -119,8 +129,11 @@ def load_target(target: str) -> Any:
     return function
 
 
-def build(make: Callable[[], Any], name: str, *, loss: bool = False) -> tuple[Any, ...]:
+def build(make: Callable[..., Any], name: str, *given: Any, loss: bool = False) -> tuple[Any, ...]:
     """Call ``make``, which must return a model and inputs, and optionally a ``loss``.
+
+    Args:
+        given: its arguments.
 
     Raises:
         TargetError: it raises, or returns something else. The message has its ``name``.
@@ -128,7 +141,9 @@ def build(make: Callable[[], Any], name: str, *, loss: bool = False) -> tuple[An
     import torch.nn as nn
 
     try:
-        made = make()
+        made = make(*given)
+    except TargetError:
+        raise
     except Exception as error:
         raise TargetError(f"{name} raised {type(error).__name__}: {error}") from error
     sizes = (2, 3) if loss else (2,)
@@ -145,6 +160,22 @@ def call(run: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return run(**inputs)
     return run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs)
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Convert an option such as ``replicate=4,fsdp=16`` to sizes by dimension, outermost first."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = map(str.strip, part.partition("="))
+        if name not in MESH or name in sizes or not size.isdecimal() or not int(size):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: give sizes of some of {', '.join(MESH)}, each once, as in "
+                "replicate=4,fsdp=16"
+            )
+        sizes[name] = int(size)
+    if "fsdp" not in sizes:
+        raise argparse.ArgumentTypeError(f"{text!r} has no fsdp=, the ranks that share parameters")
+    return {name: sizes[name] for name in MESH if name in sizes}
 
 
 def output_file(text: str) -> Path:

@@ -79,12 +79,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Attention(nn.Module):
     """Causal grouped-query attention with a learnable logit scale per query head."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    scale: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, plain: bool = False) -> None:
         super().__init__()
         self.heads = config.heads
         self.kv_heads = config.kv_heads
         self.head_dim = config.head_dim
-        self.scale = nn.Parameter(torch.empty(config.heads))
+        self.scale = None if plain else nn.Parameter(torch.empty(config.heads))
         kv_dim = config.kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
@@ -93,10 +95,12 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, seq, _ = x.shape
-        q = self.wq(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        q = rotate(q, cos, sin) * self.scale.view(1, self.heads, 1, 1)
+        q = self.wq(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        q = rotate(q, cos, sin)
+        if self.scale is not None:
+            q = q * self.scale.view(1, self.heads, 1, 1)
         k = rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(out.transpose(1, 2).flatten(2))
@@ -118,34 +122,44 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block; each branch has a layer scale, owned by the block itself."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, plain: bool = False) -> None:
         super().__init__()
-        self.attention_gamma = nn.Parameter(torch.empty(config.dim))
-        self.mlp_gamma = nn.Parameter(torch.empty(config.dim))
+        self.plain = plain
+        if not plain:
+            self.attention_gamma = nn.Parameter(torch.empty(config.dim))
+            self.mlp_gamma = nn.Parameter(torch.empty(config.dim))
         self.attention_norm = RMSNorm(config.dim)
-        self.attention = Attention(config)
+        self.attention = Attention(config, plain)
         self.mlp_norm = RMSNorm(config.dim)
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin) * self.attention_gamma
-        return x + self.mlp(self.mlp_norm(x)) * self.mlp_gamma
+        branch = self.attention(self.attention_norm(x), cos, sin)
+        x = x + (branch if self.plain else branch * self.attention_gamma)
+        branch = self.mlp(self.mlp_norm(x))
+        return x + (branch if self.plain else branch * self.mlp_gamma)
 
 
 class Transformer(nn.Module):
     """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]`` in the weights' dtype.
 
     Two models of one config and seed have the same weights, bit for bit. ``dtype`` is that of
-    the parameters, which are drawn in float32 first; the rotary tables stay float32.
+    the parameters, which are drawn in float32 first; the rotary tables stay float32. A ``plain``
+    one has no scales, as LLaMA.
     """
 
     def __init__(
-        self, config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+        self,
+        config: ModelConfig,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        plain: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, plain) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
         cos, sin = rotary_tables(config.max_seq, config.head_dim)

@@ -313,7 +313,19 @@ GB200 = replace(
     ranks_per_node=72,
 )
 
-_DEVICES = (GB200, B200, H200, H100, A100)  # a name may contain a later one's
+# AMD's data sheet: 1,307, 654 and 2,615 TFLOP/s, 5.3 TB/s, seven Infinity Fabric links of 64 GB/s
+# each way, PCIe 5; 400 Gbit/s. The same parts of them are taken as reached; nothing was measured.
+MI300X = replace(
+    H100,
+    name="MI300X",
+    flops=tensor_core_rates(915e12, 1830e12),
+    bandwidth=4.24e12,
+    intra=Level(358e9, protocols=nvlink(140e9)),
+)
+
+_DEVICES = (GB200, B200, H200, H100, A100, MI300X)  # a name may contain a later one's
+DATA_SHEETS = {machine.name.lower(): machine for machine in _DEVICES}
+"""GPUs by name, with their usual nodes."""
 
 
 def job_machine() -> Machine:
