@@ -55,9 +55,9 @@ def update_scale(
     with private_torch():
         from torch.amp.grad_scaler import OptState
 
-        for optimizer, found in found_inf.items():
+        for optimizer, flag in found_inf.items():
             state = scaler._per_optimizer_states[id(optimizer)]
-            state |= {"stage": OptState.STEPPED, "found_inf_per_device": {found.device: found}}
+            state |= {"stage": OptState.STEPPED, "found_inf_per_device": {flag.device: flag}}
     scaler.update()
 
 

@@ -132,9 +132,9 @@ def _apply(data: bytes, hunks: list[Hunk]) -> tuple[bytes, list[str]]:
         if not places:
             places = [at for at in range(len(lines) + 1) if _fits(lines, hunk, at, earliest)]
         if len(places) != 1:
-            found = ", ".join(str(at + 1) for at in places[:5])
+            lines_text = ", ".join(str(at + 1) for at in places[:5])
             why = (
-                f"its lines moved and are found at lines {found}: ambiguous"
+                f"its lines moved and are found at lines {lines_text}: ambiguous"
                 if places
                 else _first_difference(lines, hunk, expected, earliest)
             )
@@ -162,8 +162,8 @@ def _first_difference(lines: list[bytes], hunk: Hunk, expected: int, earliest: i
 
     def common(at: int) -> int:
         same = 0
-        for wanted, found in zip(hunk.before, lines[at:], strict=False):
-            if wanted != found:
+        for wanted, actual in zip(hunk.before, lines[at:], strict=False):
+            if wanted != actual:
                 break
             same += 1
         return same
@@ -176,5 +176,5 @@ def _first_difference(lines: list[bytes], hunk: Hunk, expected: int, earliest: i
     wanted = hunk.before[common(best)].decode("utf-8", "replace").rstrip("\n")
     if number == len(lines):
         return f"line {number + 1}: expected {wanted!r}, found the end of the file"
-    found = lines[number].decode("utf-8", "replace").rstrip("\n")
-    return f"line {number + 1}: expected {wanted!r}, found {found!r}"
+    actual = lines[number].decode("utf-8", "replace").rstrip("\n")
+    return f"line {number + 1}: expected {wanted!r}, found {actual!r}"

@@ -232,8 +232,8 @@ class ReshardAfterForward(GraphPass):
         )
         if report.warning:
             compilation.warn(report.warning, NothingKeptWarning)
-        found = planner.partitioned.activations
-        unknown = () if found is None else tuple(sorted(found.unknown.items()))
+        activations = planner.partitioned.activations
+        unknown = () if activations is None else tuple(sorted(activations.unknown.items()))
         report = replace(report, state_bytes=self.state_bytes, unknown=unknown)
         compilation.report.rewrites.append(report)
         return choice
@@ -290,10 +290,10 @@ def _choice(
     )
     whole = [partitioned.keepables[k] for k in kept if k not in partitioned.parts]
     gathered = dict.fromkeys(n for unit in whole if unit.starts for n in unit.chains)
-    found = partitioned.activations
-    if found is None:
+    activations = partitioned.activations
+    if activations is None:
         return _Choice(gathered, parts=parts)
-    again, saved = dict(found.views), dict(found.saved)
+    again, saved = dict(activations.views), dict(activations.saved)
     for k, unit in enumerate(partitioned.keepables):
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))

@@ -201,14 +201,14 @@ class BucketAndSchedule(Schedule):
         analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
-        found = self._search(
+        searched = self._search(
             self._bounded(compilation, graph),
             self.timed_for.for_backend(compilation.fuses, compilation.captured),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
         ).search(analysis)
-        report = merge_and_report(analysis, found.plan, self.payload_order, self.kinds)
+        report = merge_and_report(analysis, searched.plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
         if reduce is not None:
             reduce.run(graph, compilation)
-        self._schedule(graph, compilation, found)
+        self._schedule(graph, compilation, searched)

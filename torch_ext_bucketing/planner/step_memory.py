@@ -45,7 +45,7 @@ def state_bytes(
     if optimizer.state:
         return sum(map(_tensor_bytes, optimizer.state.values()))
     # The class makes the state of a small parameter itself, whatever tensors it keeps.
-    found = 0.0
+    total = 0.0
     for group in optimizer.param_groups:
         for dtype in dict.fromkeys(p.dtype for p in group["params"]):
             shape = (64, 64)
@@ -56,8 +56,8 @@ def state_bytes(
             like.step()
             each = sum(map(_tensor_bytes, like.state.values())) / probe.numel()
             alike = (p for p in group["params"] if p.dtype == dtype)
-            found += each * sum(map(largest_shard_numel, alike))
-    return int(found)
+            total += each * sum(map(largest_shard_numel, alike))
+    return int(total)
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

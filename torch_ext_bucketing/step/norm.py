@@ -140,13 +140,13 @@ class Norm:
 
 def _unscale(grads: list[Tensor], inverse: Tensor, optimizer: int) -> Tensor:
     # ``optimizer`` keeps calls apart whose flags skip different optimizers (see `group_calls`).
-    found = torch.zeros((), device=grads[0].device)
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
-    return found
+    flag = torch.zeros((), device=grads[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
+    return flag
 
 
-def _any(found: list[Tensor]) -> Tensor:
-    return torch.stack(found).amax(0)
+def _any(flags: list[Tensor]) -> Tensor:
+    return torch.stack(flags).amax(0)
 
 
 UNSCALE = operator(
@@ -173,7 +173,7 @@ def append_unscale(
     Each optimizer gets a scalar in float32, above zero if any rank has a gradient of the optimizer
     that is not finite.
     """
-    found: dict[torch.optim.Optimizer, list[fx.Node]] = {}
+    flags: dict[torch.optim.Optimizer, list[fx.Node]] = {}
     number = {o: k for k, o in enumerate(dict.fromkeys(optimizers))}
     parts = {
         i: call(UNSCALE, [gradient], inverse, number[optimizer])
@@ -193,5 +193,5 @@ def append_unscale(
             vector = call(_c10d.all_reduce.default, vector, "max", group)
             vector = call(_c10d.wait_tensor.default, vector)
         for k, optimizer in enumerate(mine):
-            found.setdefault(optimizer, []).append(call(_aten.select.int, vector, 0, k))
-    return {o: of[0] if len(of) == 1 else call(ANY, of) for o, of in found.items()}
+            flags.setdefault(optimizer, []).append(call(_aten.select.int, vector, 0, k))
+    return {o: of[0] if len(of) == 1 else call(ANY, of) for o, of in flags.items()}

@@ -223,8 +223,8 @@ class Epilogue:
         by_norm = self.norm is not None and self.norm.skip and self.total_norm is not None
         if by_norm and not self.total_norm.isfinite().item():  # type: ignore[union-attr]
             return True
-        found = self.found_inf.get(optimizer)
-        return found is not None and bool(found.item())
+        flag = self.found_inf.get(optimizer)
+        return flag is not None and bool(flag.item())
 
     def finish(self) -> None:
         """Forget new state of optimizers that did not update; call it after each run."""
@@ -360,12 +360,12 @@ class _Appending:
         parameters = [p.parameter for p in gradients]
         optimizers = [p.optimizer for p in gradients]
         nodes = list(gradients.values())
-        found = append_unscale(self.call, inverse, nodes, parameters, optimizers)
-        for i, (optimizer, node) in enumerate(found.items()):
+        flags = append_unscale(self.call, inverse, nodes, parameters, optimizers)
+        for i, (optimizer, node) in enumerate(flags.items()):
             epilogue.found_inf[optimizer] = value = torch.zeros((), device=device)
             kept = self._input(f"found_inf_{i}", functools.partial(_same, value))
             self.call(_aten.copy_.default, kept, node)
-        return found
+        return flags
 
     def _clip(self, gradients: dict[Trained, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
         norm = self.epilogue.norm

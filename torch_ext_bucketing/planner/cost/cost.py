@@ -93,7 +93,7 @@ class Costs:
         return ms
 
     def times(
-        self, nodes: Sequence[fx.Node], absent: Collection[fx.Node] = (), found: Fused | None = None
+        self, nodes: Sequence[fx.Node], absent: Collection[fx.Node] = (), known: Fused | None = None
     ) -> tuple[list[float], list[float]]:
         """Time nodes that run together: milliseconds of each, and of its launch by the host.
 
@@ -107,7 +107,7 @@ class Costs:
             for node in nodes:
                 if node not in absent and is_fused(node) and self._estimated(node, None) is None:
                     shares[node] = []
-            for kernel in (found or fused(nodes, self.result_bytes, absent)).kernels:
+            for kernel in (known or fused(nodes, self.result_bytes, absent)).kernels:
                 whole = max(kernel.nbytes, 1)
                 kernel_ms, launch_ms = self.kernel(kernel.nbytes) / whole, self.launch() / whole
                 for node, nbytes in kernel.shares.items():
@@ -213,32 +213,32 @@ class Costs:
         Each has the bytes that a rank receives, and milliseconds. The sum comes after the first
         one.
         """
-        first, found = members[0], list[tuple[int, float]]()
+        first, timed = members[0], list[tuple[int, float]]()
         kind, ranks = kind_of(first), group_size(first)
         assert kind is not None
         whole = sum(self.collective_bytes(m) - self.result_bytes(m) for m in members)
         for step in steps_of(kind, ranks):
             # After the first step a rank sends its own part of the sum alone.
-            sent = -(-whole // ranks) if found else whole
-            received = whole * ranks if step == "all_gather" and not found else whole
-            found.append((received, self.as_kind(step, first, sent + received)))
-        return found
+            sent = -(-whole // ranks) if timed else whole
+            received = whole * ranks if step == "all_gather" and not timed else whole
+            timed.append((received, self.as_kind(step, first, sent + received)))
+        return timed
 
     def with_rings(
         self, nodes: Sequence[fx.Node], ms: Sequence[float], host: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """Return the times of ``nodes`` as if sums in rank order were reductions again."""
-        found, launches = list(ms), list(host)
+        times, launches = list(ms), list(host)
         for i, node in enumerate(nodes):
             kind = replaced_kind(node)
             if node.target is SUM or (kind is not None and node.args[0].target is SUM):  # type: ignore[union-attr]
-                found[i] = launches[i] = 0.0
+                times[i] = launches[i] = 0.0
             elif kind is not None and kind != kind_of(node):
                 sent = self.result_bytes(node.all_input_nodes[0])
                 result = sent if COLLECTIVES[kind].whole_output else sent // group_size(node)
-                found[i] = self.as_kind(kind, node, sent + result)
+                times[i] = self.as_kind(kind, node, sent + result)
                 launches[i] = self.machine.host_ms.get(kind, 0.0)
-        return found, launches
+        return times, launches
 
     def _factor(self, kind: str) -> float:
         return self.machine.factors.get(kind, 1.0)
@@ -252,14 +252,14 @@ class Costs:
         """Map each group that shares its network level with others to that level."""
         if self.machine.ranks_per_node is None:
             return {}
-        found: dict[str, list[str]] = {}
+        by_level: dict[str, list[str]] = {}
         for group in dict.fromkeys(g for g in groups if g not in (TO_HOST, FROM_HOST)):
             ranks = self._ranks_of(group)
             if len(ranks) > 1:
                 _, nodes = self.machine.layout_of(ranks)
                 level = "inside nodes" if nodes == 1 else "between nodes"
-                found.setdefault(level, []).append(group)
-        return {g: level for level, mine in found.items() if len(mine) > 1 for g in mine}
+                by_level.setdefault(level, []).append(group)
+        return {g: level for level, mine in by_level.items() if len(mine) > 1 for g in mine}
 
     def _estimated(self, node: fx.Node, nbytes: int | None) -> float | None:
         estimate = self.machine.estimate

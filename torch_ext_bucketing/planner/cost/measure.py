@@ -122,11 +122,11 @@ def _launcher(
 def _collective_ms(
     launch: Callable[[], Any], group: dist.ProcessGroup, device: str, repeats: int
 ) -> float:
-    found = []
+    runs = []
     for _ in range(1 + repeats):
         dist.barrier(group)
-        found.append(_timed(launch, device))
-    times = torch.tensor(found[1:], dtype=torch.float64, device=device)
+        runs.append(_timed(launch, device))
+    times = torch.tensor(runs[1:], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MIN, group)  # the last rank to arrive did not wait
     return _slowest(statistics.median(times.tolist()), device)
 

@@ -117,7 +117,7 @@ def levels_ms(
     whole = (n if kind.whole_input else 1) + (n if kind.whole_output else 1)
     buffer = nbytes * n / whole
     trees = kind.rounds == 2 and nodes > 1 and intra.protocols and inter.protocols
-    found = []
+    estimates = []
     for inside, between in pairs:  # a ring is as fast as its slowest hop
         speeds = [inside.reached(intra.bandwidth)] if most > 1 else []
         speeds += [between.reached(fewest * inter.bandwidth)] if nodes > 1 else []
@@ -125,11 +125,11 @@ def levels_ms(
         step = between.ring_ms if most > 1 else between.tree_ms
         steps = (n - nodes) * inside.ring_ms + (nodes - 1) * step
         moving = buffer / min(speeds) * 1e3
-        found.append(base + kind.rounds * (moving * (n - 1) / n + steps))
+        estimates.append(base + kind.rounds * (moving * (n - 1) / n + steps))
         if trees:
             steps = (most - 1) * inside.tree_ms + math.log2(nodes) * between.tree_ms
-            found.append(base + 2 * (moving / _TREE_SHARE + steps))
-    return min(found)
+            estimates.append(base + 2 * (moving / _TREE_SHARE + steps))
+    return min(estimates)
 
 
 def _protocols(level: Level, count: int) -> Sequence[Protocol]:

@@ -73,14 +73,14 @@ def with_parts(
         return len(size) - 1
 
     # The buckets of backward, by keepable, whose members all fit the smaller group.
-    found: dict[int, list[tuple[int, tuple[fx.Node, ...]]]] = {}
+    fitting: dict[int, list[tuple[int, tuple[fx.Node, ...]]]] = {}
     for place, node in enumerate(nodes):
         members = backward.members.get(place, (node,))
         fits = all(m in made and m in smaller.starts for m in members)
         if node in owner and backward.group[place] is not None and fits:
-            found.setdefault(owner[node], []).append((place, members))
+            fitting.setdefault(owner[node], []).append((place, members))
     made_parts, parts = list[Keepable](), dict[int, PartChanges]()
-    for k, buckets in sorted(found.items()):
+    for k, buckets in sorted(fitting.items()):
         part, held = PartChanges(), list[int]()
         for place, members in buckets:
             # A merged bucket's pack has the node of its first member; a single gather has none.

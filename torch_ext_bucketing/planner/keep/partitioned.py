@@ -108,14 +108,14 @@ class PartitionedModel:
         self.activations: Activations | None = None
         if activations:
             names = {n: one.name for one in keepables for n in one.starts}
-            found = Activations(graph, names.get, again)
+            chosen = Activations(graph, names.get, again)
             keepables += [
                 Keepable(f"{stretch.name} {sort}", (), tuple(nodes))
-                for (stretch, sort), nodes in found.groups.items()
+                for (stretch, sort), nodes in chosen.groups.items()
             ]
-            again.update(n for nodes in found.groups.values() for n in nodes)
-            again.update(found.views)
-            self.activations = found
+            again.update(n for nodes in chosen.groups.values() for n in nodes)
+            again.update(chosen.views)
+            self.activations = chosen
         self._split = split = _Split(graph, joint, again, costs)
         both = split.forward_model(), split.backward_model()
         planner = planner or ByUnit(units)
@@ -221,10 +221,10 @@ class PartitionedModel:
     def stay(self, kept: Collection[int]) -> Stay:
         """Return the nodes and storages that a choice leaves in backward."""
         gone = self.distinct(kept)
-        found = self._stay.get(gone)
-        if found is None:
-            found = self._stay[gone] = self._what_stays(gone)
-        return found
+        stay = self._stay.get(gone)
+        if stay is None:
+            stay = self._stay[gone] = self._what_stays(gone)
+        return stay
 
     def _what_stays(self, gone: frozenset[int]) -> Stay:
         live, touched_by = self._halves[1].liveness, self.touched_by
@@ -422,14 +422,14 @@ class _Split:
         # Storages in ``kept`` are written, as they outlive the half.
         of_node, costs, free = self._live.of_node, self._costs, self._joint.graph.free
         nodes = [self.nodes[i] for i in places]
-        found = fused(
+        kernels = fused(
             nodes, costs.result_bytes, free, lambda n: any(s in kept for s in of_node.get(n, ()))
         )
-        times = zip(nodes, costs.times(nodes, free, found)[0], strict=True)
+        times = zip(nodes, costs.times(nodes, free, kernels)[0], strict=True)
         now = {n: ms for n, ms in times if is_fused(n)}
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
         ms = [ms if view else now.get(n, ms) for n, ms, view in rows]
-        live = with_fused(model.liveness, model.dependencies, of_node, found)
+        live = with_fused(model.liveness, model.dependencies, of_node, kernels)
         return replace(model, ms=ms, liveness=live)
 
     def forward_model(self) -> Model:
@@ -464,8 +464,8 @@ def _merged(model: Model, planner: BucketPlanner, costs: Costs, rank_order: bool
     graph, joint = _graph_of(model)
     plan = checked_plan(planner, GraphAnalysis(graph, costs.hints))
     buckets = [replace(b, members=tuple(joint[m] for m in b.members)) for b in plan.buckets]
-    found = merged_model(model, buckets, costs, rank_order) if buckets or rank_order else model
-    return model if found is None else found
+    merged = merged_model(model, buckets, costs, rank_order) if buckets or rank_order else model
+    return model if merged is None else merged
 
 
 def _graph_of(model: Model) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

@@ -149,7 +149,7 @@ def with_residency(
     least = max((running + size(needed) for _, needed, _, running in places), default=0)
     ways: dict[frozenset[int], tuple[int, list[frozenset[int]]]] = {frozenset(): (0, [])}
     for i, needed, at_rest, running in places:
-        found: dict[frozenset[int], tuple[int, list[frozenset[int]]]] = {}
+        onwards: dict[frozenset[int], tuple[int, list[frozenset[int]]]] = {}
         for resident, (cost, path) in ways.items():
             kept = frozenset(s for s in resident if last[s] >= i)  # others are not read again
             missing = needed - kept
@@ -157,9 +157,9 @@ def with_residency(
             gathering = max((stages[s].running.get("UNSHARD", 0) for s in missing), default=0)
             room = None if bound is None else max(bound, least) - max(running, at_rest + gathering)
             for now in _largest(kept | needed, needed, stages, room):
-                if now not in found or cost < found[now][0]:
-                    found[now] = (cost, [*path, now])
-        ways = found
+                if now not in onwards or cost < onwards[now][0]:
+                    onwards[now] = (cost, [*path, now])
+        ways = onwards
     path = min(ways.values(), key=lambda way: way[0])[1]
     made: list[Action | int] = []
     resident = frozenset[int]()
@@ -180,13 +180,13 @@ def _largest(
     """Return the maximal sets that contain ``needed`` and whose parameters fit, or ``needed``."""
     if room is None:
         return [all_of]
-    others, found = sorted(all_of - needed), list[frozenset[int]]()
+    others, largest = sorted(all_of - needed), list[frozenset[int]]()
     for n in range(len(others), 0, -1):
         for some in combinations(others, n):
             now = needed.union(some)
-            if sum(stages[s].gathered for s in now) <= room and not any(now < f for f in found):
-                found.append(now)
-    return found or [needed]
+            if sum(stages[s].gathered for s in now) <= room and not any(now < f for f in largest):
+                largest.append(now)
+    return largest or [needed]
 
 
 def stage_reports(

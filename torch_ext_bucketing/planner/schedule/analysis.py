@@ -105,15 +105,15 @@ class Paths:
     @cached_property
     def rest(self) -> dict[str | None, Rest]:
         """The critical tail of each stream."""
-        found = {}
+        tails = {}
         for stream, work in self._work.items():
             most, total = Rest(0.0, 0.0), 0.0
             for after, ms in sorted(((self.tail[i] - ms, ms) for i, ms in work), reverse=True):
                 total += ms
                 if total + after >= most.ms + most.after_ms:
                     most = Rest(total, after)
-            found[stream] = most
-        return found
+            tails[stream] = most
+        return tails
 
     @cached_property
     def bound_ms(self) -> float:
@@ -135,11 +135,11 @@ class Paths:
     @cached_property
     def _work(self) -> dict[str | None, list[tuple[int, float]]]:
         """The nodes of each stream, with their milliseconds."""
-        found: dict[str | None, list[tuple[int, float]]] = {None: []}
+        work: dict[str | None, list[tuple[int, float]]] = {None: []}
         for i, (group, ms) in enumerate(zip(self._model.group, self._model.ms, strict=True)):
             for stream in self._model.streams_of(group):
-                found.setdefault(stream, []).append((i, ms))
-        return found
+                work.setdefault(stream, []).append((i, ms))
+        return work
 
 
 class Remaining:
@@ -233,14 +233,14 @@ def _between(model: NodeTable, start: int, end: int) -> set[int]:
             if j < end and j not in after and (group[node] is None or model.needs_end(node, j)):
                 after.add(j)
                 stack.append(j)
-    found, stack = set[int](), [end]
+    between, stack = set[int](), [end]
     while stack:
         node = stack.pop()
         for j in needs[node]:
-            if j in after and j not in found and (group[j] is None or model.needs_end(j, node)):
-                found.add(j)
+            if j in after and j not in between and (group[j] is None or model.needs_end(j, node)):
+                between.add(j)
                 stack.append(j)
-    return found
+    return between
 
 
 # --- the next collective after a kernel -----------------------------------------------------------
@@ -488,7 +488,7 @@ class ModelAnalysis:
 
     def _last_kernels(self, model: NodeTable, i: int) -> list[int]:
         """List the kernels that ``i`` needs with only lazy nodes between."""
-        found, seen, stack = [], {i}, [i]
+        last, seen, stack = [], {i}, [i]
         while stack:
             node = stack.pop()
             for j in model.dependencies.needs[node]:
@@ -496,10 +496,10 @@ class ModelAnalysis:
                     continue
                 seen.add(j)
                 if self.at[j] >= 0:
-                    found.append(j)
+                    last.append(j)
                 elif self.lazy[j] and not self.source[j]:
                     stack.append(j)
-        return found
+        return last
 
     def _live_at_kernels(self, model: NodeTable) -> tuple[list[int], list[int]]:
         """Compute, by number, bytes live before the kernel, and the most until the next one."""
@@ -531,7 +531,7 @@ def latest_starts(
     launch. ``others``, the stream's other collectives, move the deadline of the gathers before them
     forward: earliest begin and duration, ascending. ``end_ms``: the end of the last kernel.
     """
-    found, bound, left = [0.0] * len(gathers), end_ms, len(others)
+    starts, bound, left = [0.0] * len(gathers), end_ms, len(others)
     for i in reversed(range(len(gathers))):
         use_ms, ms = gathers[i]
         bound = min(bound, use_ms)
@@ -541,5 +541,5 @@ def latest_starts(
         while left and others[left - 1][0] >= bound:
             left -= 1
             bound -= others[left][1]
-        found[i] = bound
-    return found
+        starts[i] = bound
+    return starts

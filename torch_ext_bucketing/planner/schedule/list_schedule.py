@@ -511,13 +511,13 @@ class ListScheduler:
     def _open(self, i: int) -> set[int]:
         """Collect ``i`` and the open nodes that it needs."""
         done, needs = self.done, self.needs
-        found, stack = {i}, [i]
+        open_nodes, stack = {i}, [i]
         while stack:
             for j in needs[stack.pop()]:
-                if not done[j] and j not in found:
-                    found.add(j)
+                if not done[j] and j not in open_nodes:
+                    open_nodes.add(j)
                     stack.append(j)
-        return found
+        return open_nodes
 
     # --- runs between reduce-scatters ------------------------------------------------------------
 

@@ -59,14 +59,14 @@ class Model(NodeTable):
         return live.at_start + there - sum(live.size[s] for s in given if s not in later)
 
     def _reached(self, i: int, edges: Sequence[Iterable[int]]) -> bytearray:
-        found, stack = bytearray(len(self)), [i]
-        found[i] = 1
+        reached, stack = bytearray(len(self)), [i]
+        reached[i] = 1
         while stack:
             for j in edges[stack.pop()]:
-                if not found[j]:
-                    found[j] = 1
+                if not reached[j]:
+                    reached[j] = 1
                     stack.append(j)
-        return found
+        return reached
 
     @cached_property
     def needed_values(self) -> list[list[int]]:

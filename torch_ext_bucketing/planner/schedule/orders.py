@@ -93,9 +93,9 @@ def schedule_model(
     model: Model, policy: Policy | Iterable[Policy], reference_bytes: int | None, **options: Any
 ) -> Scheduled:
     """Find an order of a model, without any change to a graph; see :func:`schedule_within`."""
-    found = schedule_within(math.inf, model, policy, reference_bytes, **options)
-    assert found is not None
-    return found
+    scheduled = schedule_within(math.inf, model, policy, reference_bytes, **options)
+    assert scheduled is not None
+    return scheduled
 
 
 def schedule_within(
@@ -184,8 +184,8 @@ class _Orders:
         best = self._best
         if best.free is not None and not self._least.beats(best):
             # Without bounds an order may keep them, too.
-            found = self._make(f"{best.name}, no bounds", best.free, best.free)
-            best = best if found is None else min(best, found, key=_rank)
+            free = self._make(f"{best.name}, no bounds", best.free, best.free)
+            best = best if free is None else min(best, free, key=_rank)
         return best
 
     def _make_sorts(self, like: Options | None, near: bool, at_most_misses: float) -> bool:
@@ -227,9 +227,9 @@ class _Orders:
             options = self._bounds.ask(free)
             if self._bounds.unbounded:
                 options = replace(options, limit_bytes=self._bounds.limit_bytes)
-            found = self._make(name, self._least.allowed(options), free)
-            if found is not None:
-                self.tries.append(found)
+            made = self._make(name, self._least.allowed(options), free)
+            if made is not None:
+                self.tries.append(made)
 
     def _make(self, name: str, options: Options, free: Options) -> _Try | None:
         """Make an order, unless it can't be better than the best one so far."""
@@ -261,14 +261,14 @@ class _Orders:
     def _tightened(self) -> list[_Try]:
         """Make the fastest orders that miss a bound again, with tighter limits on memory."""
         # Holding kernels back matters more under a limit, so the fastest of either sort may win.
-        misses, found = self._least.beats, list[_Try]()
+        misses, made = self._least.beats, list[_Try]()
         kept = min((t.timeline.step_ms for t in self.tries if not misses(t)), default=math.inf)
         for hold in (True, False):
             missing = [t for t in self.tries if t.options and t.options.hold is hold and misses(t)]
             fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
             if fast is not None and fast.timeline.step_ms < _WORTH * kept:
-                found += self._with_less_memory(fast, kept)
-        return found
+                made += self._with_less_memory(fast, kept)
+        return made
 
     def _with_less_memory(self, fast: _Try, kept: float) -> list[_Try]:
         """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""
@@ -277,7 +277,7 @@ class _Orders:
         # without effect doubles the next one once more.
         assert fast.options is not None
         assert fast.free is not None
-        bound, peak, found = fast.options.limit_bytes, fast.timeline.peak_bytes, list[_Try]()
+        bound, peak, attempts = fast.options.limit_bytes, fast.timeline.peak_bytes, list[_Try]()
         if bound is None or peak <= bound:
             return []  # the order misses another bound
         lower = peak - bound
@@ -288,14 +288,14 @@ class _Orders:
             lower *= 2
             if made is None:
                 continue
-            found.append(made)
+            attempts.append(made)
             if made.timeline.peak_bytes == peak:
                 lower *= 2
             peak = made.timeline.peak_bytes
             kept_now = not self._least.beats(made)
             if kept_now or made.timeline.step_ms >= _WORTH * kept or lower >= bound:
                 break
-        return found
+        return attempts
 
     def improved(self, best: _Try, like: Options | None) -> _Try:
         """Return an order made without the host's time or with slack, if that is better."""
@@ -329,8 +329,8 @@ class _Orders:
 
     def _made_with(self, options: Options) -> Timeline:
         """Return the timeline of the order that ``options`` give, from a pass if one made it."""
-        found = next((timeline for made, timeline in self._passes if made.as_with(options)), None)
-        return found or Timeline.of(self._model, list_schedule(self._model, options))
+        known = next((timeline for made, timeline in self._passes if made.as_with(options)), None)
+        return known or Timeline.of(self._model, list_schedule(self._model, options))
 
     def report(self, best: _Try, cost: float, dear: Iterable[str]) -> ScheduleReport:
         """Report the order that was chosen; ``cost`` and ``dear``: see :meth:`bounds_cost`."""

@@ -116,8 +116,8 @@ class Case:
         """Compute ``of(model)`` once."""
         if of not in self._facts:
             self._facts[of] = of(self.model)
-        found: T = self._facts[of]
-        return found
+        fact: T = self._facts[of]
+        return fact
 
 
 class Policy:
@@ -172,16 +172,16 @@ class Policy:
 def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
     """Return one policy or several as a tuple, of different classes."""
     given = tuple(policy) if isinstance(policy, Iterable) else (policy,)
-    found: dict[type, Policy] = {}
+    by_class: dict[type, Policy] = {}
     for p in given:
         if not isinstance(p, Policy):
             raise TypeError(
                 f"{p!r} is not a policy: give Overlap, MaxComputeRun, PeakMemory or other Policy "
                 "objects"
             )
-        if type(p) in found:
-            raise ValueError(f"two {type(p).__name__} policies: {found[type(p)]!r} and {p!r}")
-        found[type(p)] = p
+        if type(p) in by_class:
+            raise ValueError(f"two {type(p).__name__} policies: {by_class[type(p)]!r} and {p!r}")
+        by_class[type(p)] = p
     return given
 
 
@@ -277,12 +277,12 @@ class Overlap(Policy):
         under, _ = self._launch_places(case.model)
         given = _QUICK_WINDOWS if quick else _WINDOWS
         windows = tuple(dict.fromkeys(min(w, self.window) for w in given))
-        found = [(w, self.depth, True) for w in windows]
+        choices = [(w, self.depth, True) for w in windows]
         if not quick:  # twice the depth, and gathers by their deadline alone
-            found += [(w, 2 * self.depth, True) for w in windows if self.depth]
-            found += [(w, 0, True) for w in windows[:1] if self.depth]
-        found += [(w, self.depth, False) for w in windows[:1]]
-        for (window, depth, deadlines), hold in itertools.product(found, (True, False)):
+            choices += [(w, 2 * self.depth, True) for w in windows if self.depth]
+            choices += [(w, 0, True) for w in windows[:1] if self.depth]
+        choices += [(w, self.depth, False) for w in windows[:1]]
+        for (window, depth, deadlines), hold in itertools.product(choices, (True, False)):
             yield (
                 f"window {window}, depth {depth}{', by deadline' if deadlines else ''}"
                 f"{'' if hold else ', no kernel held back'}",
@@ -316,7 +316,7 @@ class Overlap(Policy):
             for i in uses
             if kind_of(nodes[i]) == "all_gather"
         }
-        found, notes = {}, []
+        places, notes = {}, []
         for name, other in self.prefetch_under.items():
             mine = [i for i, fqns in gathers.items() if _covers(name, fqns)]
             theirs = [uses[i] for i, fqns in gathers.items() if _covers(other, fqns)]
@@ -326,10 +326,10 @@ class Overlap(Policy):
                 continue
             for i in mine:
                 if min(theirs) < uses[i]:
-                    found[i] = min(theirs)
+                    places[i] = min(theirs)
                 else:
                     notes.append(f"prefetch_under: {name} is used before {other} in this graph")
-        return found, notes
+        return places, notes
 
 
 def _largest_collective(model: Model) -> int:

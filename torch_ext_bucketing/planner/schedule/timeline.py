@@ -200,13 +200,13 @@ def step_ms(model: Model, order: Sequence[int]) -> float:
 
 def compute_runs(model: Model, order: Sequence[int]) -> list[tuple[int, int]]:
     """List the reduce-scatter starts, each with the compute nodes since the one before it."""
-    found, run = list[tuple[int, int]](), 0
+    runs, run = list[tuple[int, int]](), 0
     for i in order:
         run += model.compute[i]
         if model.reduces[i]:
-            found.append((i, run))
+            runs.append((i, run))
             run = 0
-    return found
+    return runs
 
 
 def rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | None:

@@ -148,7 +148,7 @@ class BySearch:
             warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
             none = TriedCaps((), 0.0, 0, 0, 0.0)
             return Searched(plan, CapsReport(none, (), time.perf_counter() - clock, text), None)
-        tried = {name: _to_report(name, found.report) for name, found in search.tried.items()}
+        tried = {name: _to_report(name, plan_of.report) for name, plan_of in search.tried.items()}
         name = search.fewest()
         report = CapsReport(tried[name], tuple(tried.values()), time.perf_counter() - clock)
         chosen = search.tried[name]
@@ -238,11 +238,11 @@ class _Search:
         return min(
             (
                 name
-                for name, found in tried.items()
+                for name, each in tried.items()
                 if name == self.best()
                 or (
-                    round(found.report.misses - best.misses, 9) <= 0
-                    and found.report.step_ms[1] <= most_ms
+                    round(each.report.misses - best.misses, 9) <= 0
+                    and each.report.step_ms[1] <= most_ms
                 )
             ),
             key=lambda name: (-tried[name].merged, tried[name].rank),
@@ -404,10 +404,10 @@ class _Search:
     ) -> None:
         if self._busiest_ms(plan) >= self._useful_ms(plan):
             return
-        found = self._scheduled(plan, like)
-        if found is None:
+        scheduled = self._scheduled(plan, like)
+        if scheduled is None:
             return
-        tried = _Tried(plan, max_run, found.report, found.sort)
+        tried = _Tried(plan, max_run, scheduled.report, scheduled.sort)
         if name not in self.tried or tried.rank < self.tried[name].rank:
             self.tried[name] = tried
 

@@ -180,7 +180,7 @@ class _BucketEdit:
 
     def _merged_casts(self) -> dict[int, tuple[int, ...]]:
         """Map each cast that packing does to the storages that it reads."""
-        found = {}
+        casts = {}
         for m in self._merged:
             if m.kind == "all_gather":
                 members = m.bucket.members
@@ -188,8 +188,8 @@ class _BucketEdit:
                     cast = member.all_input_nodes[0]
                     if cast is not value:
                         i = self._place[cast]
-                        found[i] = self._read_by(i)
-        return found
+                        casts[i] = self._read_by(i)
+        return casts
 
     def _packed(self, start: int) -> tuple[int, ...]:
         """Return the storages that packing reads for a member."""
@@ -355,11 +355,11 @@ def neighbors(runs: Sequence[Sequence[Collective]], plan: MergePlan) -> list[Ite
     def caps_of(key: Key, at: int) -> Iterator[Caps]:
         for changed in _changed(sizes[key], cuts[key], at):
             yield {
-                k: tuple(sum(sizes[k][i:j]) / _MIB for i, j in itertools.pairwise(found))
-                for k, found in {**cuts, key: changed}.items()
+                k: tuple(sum(sizes[k][i:j]) / _MIB for i, j in itertools.pairwise(ends))
+                for k, ends in {**cuts, key: changed}.items()
             }
 
-    return [caps_of(key, at) for key, found in cuts.items() for at in range(len(found) - 1)]
+    return [caps_of(key, at) for key, ends in cuts.items() for at in range(len(ends) - 1)]
 
 
 def layout(
