@@ -73,6 +73,7 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> None:
         attention, mlp = block.attention, block.mlp
         attention.heads //= size
         attention.kv_heads //= size
+        assert attention.scale is not None
         attention.scale = nn.Parameter(attention.scale.detach().chunk(size)[rank].clone())
         for linear in (attention.wq, attention.wk, attention.wv, mlp.gate, mlp.up):
             linear.weight = nn.Parameter(linear.weight.detach().chunk(size)[rank].clone())
