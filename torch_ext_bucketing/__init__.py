@@ -12,7 +12,7 @@ does. This module exports what most programs need. The rest is imported from its
 - ``passes.combine_uses``, ``passes.add_by_unit``, ``passes.reduce_scatter_first``,
   ``passes.merge_amax``: the passes that ``MatchFSDP2`` stands for;
 - ``passes.pipeline.in_order``: lists the passes that run for a recipe's list;
-- ``fsdp.shard.ReduceOnce``: several backward calls, one reduction;
+- ``fsdp.ReduceOnce``: several backward calls, one reduction;
 - ``planner.cost.machine.Level``, ``H100``: networks and machines for the cost model;
 - ``planner.schedule.scheduler.schedule``, ``planner.schedule.model.peak_bytes``,
   ``bucketing.caps.ByCap``, ``runtime.agreement.agree``, ``graph.tags``: the passes' work, as

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import UnionType
 from typing import Any
+
+
+def check_argument(name: str, value: object, kinds: Any) -> None:
+    """Raise a TypeError that names an argument of another type than ``kinds``."""
+    if not isinstance(value, kinds):
+        names = [k.__name__ for k in (kinds.__args__ if isinstance(kinds, UnionType) else (kinds,))]
+        accepted = " or ".join(names).replace("NoneType", "None")
+        article = "an" if accepted[0] in "AEIOUaeiou" else "a"
+        raise TypeError(f"{name} must be {article} {accepted}, got {value!r}")
 
 
 class BucketingError(RuntimeError):

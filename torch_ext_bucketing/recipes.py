@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch.dynamo import names_are_relative_to
 from ._torch.fsdp2 import ParamGroup, is_distributed, is_wrapped, placed
-from .errors import NotBucketedWarning
+from .errors import NotBucketedWarning, check_argument
 from .fqns import format_names
 from .fsdp.plans import transformer_block_plan
 from .fsdp.shard import ignored_extensions
@@ -98,6 +98,7 @@ def recipe(
         raise TypeError(f"give a torch.nn.Module, got {model!r} and reference={reference!r}")
     if goal == "speed" and (units is not None or reference is not None):
         raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
+    check_argument("memory", memory, PeakMemory | None)
     kinds = _kinds(model)
     gathers = "all_gather" in kinds
     _warn_of_others(model)

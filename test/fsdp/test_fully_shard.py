@@ -10,7 +10,7 @@ from sharded_models import TwoBlocks, step
 from torch.distributed import fsdp as eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch import fsdp2
@@ -29,16 +29,19 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("ranks", "programs"),
+    ("ranks", "programs", "tensor"),
     [
-        (2, 16),
-        (4, 4),
-        pytest.param(2, 120, marks=pytest.mark.slow),
-        pytest.param(4, 80, marks=pytest.mark.slow),
+        (2, 16, 1),
+        (4, 4, 1),
+        (4, 10, 2),
+        pytest.param(2, 100, 1, marks=pytest.mark.slow),
+        pytest.param(4, 60, 1, marks=pytest.mark.slow),
+        pytest.param(4, 40, 2, marks=pytest.mark.slow),
     ],
 )
-def test_bits_of_any_program_are_those_of_eager_fsdp2(ranks, programs):
-    outcomes = on_ranks(run_drawn, programs, programs, world=ranks, timeout_s=60 * programs)[0]
+def test_bits_of_any_program_are_those_of_eager_fsdp2(ranks, programs, tensor):
+    given = (programs, programs, tensor)
+    outcomes = on_ranks(run_drawn, *given, world=ranks, timeout_s=60 * programs)[0]
     assert outcomes["equal"] > programs / 3, outcomes
     # What eager FSDP2 can and we can't is refused with its reason.
     refused = [what for what in outcomes if what.startswith("ours")]
@@ -235,7 +238,7 @@ BAD = [
     (
         lambda m: fully_shard(linear(), mesh=m, mp_policy=MixedPrecisionPolicy("bf16")),
         TypeError,
-        "mp_policy.param_dtype must be a torch dtype or None, got 'bf16'",
+        "mp_policy.param_dtype must be a dtype or None, got 'bf16'",
     ),
     (
         lambda m: fully_shard(linear(), mesh=m, offload_policy=CPUOffloadPolicy()),
@@ -252,6 +255,11 @@ BAD = [
     (_inside, ValueError, "weight of a GatheringLinear has a unit already.*inner modules first"),
     (_tied, ValueError, r"weight of a Linear is shared with another unit.*fully_shard\(\[a, b\]\)"),
     (_scalar, ValueError, "scale of a Linear is a scalar"),
+    (
+        lambda m: fully_shard(distribute_module(linear(), m), mesh=m),
+        ValueError,
+        "weight of a Linear is a DTensor on .*must be different, named dimensions of one mesh",
+    ),
     (
         lambda m: fully_shard(eager.fully_shard(linear(), mesh=m), mesh=m),
         ValueError,

@@ -10,7 +10,7 @@ from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.fsdp.shard import ReduceOnce
+from torch_ext_bucketing.fsdp import ReduceOnce
 from torch_ext_bucketing.testing.ring import init_ring_process_group
 
 pytestmark = pytest.mark.torch

@@ -11,7 +11,14 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from torch.distributed import fsdp as eager_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing import fsdp as our_fsdp
@@ -20,7 +27,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 WIDTH = 8
 LEAVES = (
     *("linear", "linear", "linear", "scale", "few", "empty"),
-    *("uneven", "uneven", "tied", "frozen", "narrow", "unused"),
+    *("uneven", "uneven", "tied", "frozen", "narrow", "unused", "mlp"),
 )
 POLICIES = (
     MixedPrecisionPolicy(),
@@ -32,6 +39,35 @@ POLICIES = (
     MixedPrecisionPolicy(FP16, FP16),
     MixedPrecisionPolicy(FP32, FP64),
 )
+
+
+class MLP(nn.Module):
+    """A norm and two linear layers, which ranks may share by tensor parallelism."""
+
+    kind = "mlp"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.LayerNorm(WIDTH))
+        self.up, self.down = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Operators of two layers must agree in dtype, whatever units and policies cast to.
+        y = self.norm(x.to(self.norm[0].weight.dtype))
+        y = torch.tanh(self.up(y.to(self.up.weight.dtype)))
+        return x + self.down(y.to(self.down.weight.dtype))
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Share the layers; the norm's gradients are partial sums on each rank."""
+        plan = {
+            "norm": PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=True
+            ),
+            "norm.0": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(self, mesh, plan)
 
 
 class Leaf(nn.Module):
@@ -67,7 +103,7 @@ class Group(nn.Module):
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         super().__init__()
-        self.leaves = nn.ModuleList(map(Leaf, kinds))
+        self.leaves = nn.ModuleList(MLP() if kind == "mlp" else Leaf(kind) for kind in kinds)
 
     def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         for leaf in self.leaves:
@@ -109,16 +145,30 @@ class Program:
     groups: tuple[tuple[str, ...], ...]
     calls: tuple[Call, ...]
     replicas: int = 1
+    tensor: int = 1
 
-    def apply(self, fully_shard: Any, mesh: DeviceMesh) -> Model:
+    def mesh(self) -> DeviceMesh:
+        data = dist.get_world_size() // self.tensor
+        sizes = {"replicas": self.replicas, "shards": data // self.replicas, "tensor": self.tensor}
+        kept = {name: n for name, n in sizes.items() if n > 1 or name == "shards"}
+        return init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+    def apply(self, fully_shard: Any, whole: DeviceMesh) -> Model:
         model = Model(self.groups)
+        mesh = whole
+        if self.tensor > 1:
+            mesh = whole["shards"]
+            for leaf in model.modules():
+                if isinstance(leaf, MLP):
+                    leaf.parallelize(whole["tensor"])
         shards = mesh.size(mesh.ndim - 1)
         plain = dict(model.named_parameters(remove_duplicate=False))
 
         for call in self.calls:
 
             def place(param: nn.Parameter, dim: int | None = call.dim) -> Shard | None:
-                fits = dim is not None and param.ndim == 2 and param.shape[dim] % shards == 0
+                shape = getattr(param, "_local_tensor", param).shape
+                fits = dim is not None and len(shape) == 2 and shape[dim] % shards == 0
                 return Shard(dim) if fits and dim is not None else None
 
             modules = [model.get_submodule(name) for name in call.modules]
@@ -134,15 +184,16 @@ class Program:
 
 
 @st.composite
-def programs(draw: st.DrawFn, ranks: int) -> Program:
+def programs(draw: st.DrawFn, ranks: int, tensor: int) -> Program:
     leaves = st.lists(st.sampled_from(LEAVES), min_size=1, max_size=3).map(tuple)
     groups = tuple(draw(st.lists(leaves, min_size=1, max_size=3)))
-    names = [f"groups.{i}.leaves.{k}.weight" for i, g in enumerate(groups) for k in range(len(g))]
-    free = [n for n in names if "tied" not in n]
-    ignored = tuple(draw(st.lists(st.sampled_from(free), max_size=1)))
+    ignorable = set(LEAVES) - {"tied", "mlp"}
+    places = [(i, k) for i, g in enumerate(groups) for k in range(len(g)) if g[k] in ignorable]
+    free = [f"groups.{i}.leaves.{k}.weight" for i, k in places]
+    ignored = tuple(draw(st.lists(st.sampled_from(free), max_size=1))) if free else ()
 
     # Eager FSDP2 reshards to a smaller group only what is even, and on dimension 0.
-    even = not {"few", "empty", "uneven"} & {kind for kinds in groups for kind in kinds}
+    even = not {"few", "empty", "uneven", "mlp"} & {kind for kinds in groups for kind in kinds}
 
     def call(*modules: str) -> Call:
         reshard = draw(st.sampled_from([None, True, False, *([2] if ranks == 4 and even else [])]))
@@ -163,16 +214,17 @@ def programs(draw: st.DrawFn, ranks: int) -> Program:
             calls.append(call(*(f"groups.{j}" for j in range(i, i + 1 + pair))))
         i += 1 + pair
     calls.append(call(""))
-    return Program(groups, tuple(calls), draw(st.sampled_from([1, 2])) if ranks == 4 else 1)
+    replicas = draw(st.sampled_from([1, 2])) if ranks // tensor == 4 else 1
+    return Program(groups, tuple(calls), replicas, tensor)
 
 
-def steps(model: Model, run: Any) -> list[torch.Tensor]:
+def steps(model: Model, run: Any, batch: int) -> list[torch.Tensor]:
     """Train for two steps; return losses, and this rank's shards of gradients and parameters."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    generator = torch.Generator().manual_seed(1 + batch)
     found = []
     for _ in range(2):
-        loss = run(torch.randn(3, WIDTH, generator=generator))
+        loss = run(torch.randn(4, WIDTH, generator=generator))
         loss.backward()
         found.append(loss.detach())
         for p in model.parameters():
@@ -185,13 +237,11 @@ def steps(model: Model, run: Any) -> list[torch.Tensor]:
 
 def compare(program: Program) -> str:
     """Run a program both ways; return "equal", what eager FSDP2 refuses, or what we do."""
-    ranks = dist.get_world_size()
-    shape = (ranks,) if program.replicas == 1 else (program.replicas, ranks // program.replicas)
-    names = ("shards",) if len(shape) == 1 else ("replicas", "shards")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = program.mesh()
+    batch = dist.get_rank() // program.tensor
     try:
         eager = program.apply(eager_fsdp.fully_shard, mesh)
-        expected = steps(eager, eager)
+        expected = steps(eager, eager, batch)
     except Exception as error:
         return f"eager: {type(error).__name__}: {error}"
     torch._dynamo.reset()
@@ -200,7 +250,7 @@ def compare(program: Program) -> str:
         backend = teb.backend("aot_eager", teb.recipe(model), model=model)
     except (ValueError, NotImplementedError) as error:
         return f"ours: {type(error).__name__}: {error}"
-    found = steps(model, torch.compile(model, backend=backend, fullgraph=True))
+    found = steps(model, torch.compile(model, backend=backend, fullgraph=True), batch)
     names = [n for n, _ in model.named_parameters()]
     for k, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         step, place = divmod(k, 1 + 2 * len(names))
@@ -211,8 +261,11 @@ def compare(program: Program) -> str:
     return "equal"
 
 
-def run_drawn(rank: int, examples: int, start: int) -> dict[str, int]:
-    """Draw and compare programs on every rank; return how often each outcome came."""
+def run_drawn(rank: int, examples: int, start: int, tensor: int) -> dict[str, int]:
+    """Draw and compare programs on every rank; return how often each outcome came.
+
+    ``tensor`` ranks share the layers of an ``mlp``.
+    """
     outcomes: dict[str, int] = {}
     ranks = dist.get_world_size()
 
@@ -224,7 +277,7 @@ def run_drawn(rank: int, examples: int, start: int) -> dict[str, int]:
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )
-    @given(programs(ranks))
+    @given(programs(ranks, tensor))
     def check(program: Program) -> None:
         note(str(program))
         try:

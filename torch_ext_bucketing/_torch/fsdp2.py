@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +38,7 @@ with private_torch():
     )
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.tensor.placement_types import _StridedShard
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Whether this torch packs reduce-scatters by gradient dtype (since 2.15), keeps the dtype of a
@@ -77,6 +79,39 @@ def is_distributed(tensor: Any) -> bool:
 def mesh_of(value: Any) -> Any:
     """Return the mesh that a parameter is distributed over, or None."""
     return value.device_mesh if isinstance(value, DTensor) else None
+
+
+def spanned(
+    mesh: DeviceMesh, placements: Sequence[Any], param: torch.Tensor
+) -> tuple[DeviceMesh, list[Any]]:
+    """Return mesh and placements of a parameter's shards, the data-parallel dimensions first.
+
+    A ``DTensor`` of tensor or expert parallelism keeps its own dimensions after them, and each
+    rank's part is sharded, as by ``FSDPParam._init_sharding_spec_tp``.
+
+    Raises:
+        ValueError: the meshes are not different dimensions of one mesh.
+    """
+    if not isinstance(param, DTensor):
+        return mesh, list(placements)
+    inner = param.device_mesh
+    try:
+        joined = DeviceMesh._concatenate([mesh, inner])
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"is a DTensor on {inner}, and the given mesh is {mesh}: both must be different, named "
+            'dimensions of one mesh, as init_device_mesh(..., mesh_dim_names=("dp", "tp"))["dp"]; '
+            f"and shard a model once ({error})"
+        ) from error
+    outer = []
+    for placement in placements:
+        if placement.is_shard():
+            ways = zip(inner.shape, param.placements, strict=True)
+            parts = math.prod(n for n, p in ways if getattr(p, "dim", None) == placement.dim)
+            if parts > 1:
+                placement = _StridedShard(placement.dim, split_factor=parts)
+        outer.append(placement)
+    return joined, [*outer, *param.placements]
 
 
 def placed(tensor: Any) -> tuple[bool, bool]:

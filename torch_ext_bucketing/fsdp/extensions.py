@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from .._torch.fsdp2 import map_parts, parts_of
+from .._torch.fsdp2 import map_parts, parts_of, shard_of, spanned
 from .._torch.symbols import fake_mode, fake_mode_of
 
 _c10d = torch.ops._c10d_functional
@@ -145,10 +145,12 @@ def distribute(
 ) -> DTensor:
     """Shard a parameter, with the operators that eager FSDP2 requires of a tensor subclass.
 
-    With ``from_first`` the values are those of rank 0, otherwise each rank's own.
+    With ``from_first`` the values are those of rank 0, otherwise each rank's own. Each rank shards
+    its part of a ``DTensor``.
     """
     with torch.no_grad():
-        local: torch.Tensor = param.detach()
+        joined, placed = spanned(mesh, placements, param)
+        local = shard_of(param).detach()
         if from_first:
             local = map_parts(local, lambda part: _from_first(part, mesh))
         for mesh_dim, placement in enumerate(placements):
@@ -157,7 +159,7 @@ def distribute(
                 local = _shard(local, rank, ranks, placement.dim)
         stride = torch.empty(param.shape, device="meta").stride()
         return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=param.shape, stride=stride
+            local, joined, placed, run_check=False, shape=param.shape, stride=stride
         )
 
 

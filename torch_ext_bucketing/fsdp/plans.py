@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .._torch.dynamo import names_are_relative_to
+from ..errors import check_argument
 from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names, unwrapped
 from .units import Units, find_units
 
@@ -47,6 +48,7 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
     """
     if isinstance(modules, str) or not isinstance(modules, Sequence):
         raise TypeError(f"modules must be a list of names, got {modules!r}")
+    check_argument("model", model, nn.Module)
     known = canonical_modules(model)
     units: list[tuple[str, ...]] = []
     for entry in modules:
@@ -165,6 +167,7 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     Raises:
         ValueError: no parameters, no blocks, or ``moe_experts`` without experts in any block.
     """
+    check_argument("model", model, nn.Module)
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to plan for")
     tree = _ModuleTree(model)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch.fsdp2 import DefaultAllocMixin, ReduceScatter
+from ..errors import check_argument
 from ..graph.nodes import Kind
 
 
@@ -160,6 +161,7 @@ class AllToAllAllReduce:
     """
 
     def __init__(self, group: dist.ProcessGroup, accumulate: torch.dtype = torch.float32) -> None:
+        check_argument("group", group, dist.ProcessGroup)
         self.group = group
         self.accumulate = check_accumulate(accumulate)
 

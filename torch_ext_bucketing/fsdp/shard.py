@@ -30,10 +30,13 @@ from .._torch.fsdp2 import (
     KEEPS_WIDE_GRADIENTS,
     REDUCES_BY_GRAD_DTYPE,
     is_distributed,
+    mesh_of,
     placed,
     shard_of,
+    spanned,
 )
 from .._torch.process_groups import MeshGroup, as_argument, mesh_group
+from ..errors import check_argument
 from ..fqns import canonical_fqn, parameters_by_name
 from .extensions import Extension, distribute, extends_gather
 
@@ -62,7 +65,8 @@ def data_parallel(
     except by ``"replicate"``.
 
     Args:
-        model: has plain parameters on the mesh's device. Rank 0's values are distributed.
+        model: has its parameters on the mesh's device. Rank 0's values are distributed. Each rank
+            shards its part of a ``DTensor`` of tensor parallelism.
         mesh: 1-D; for ``"hybrid_shard"`` 2-D, replicas first, then shards.
         mode: shard every parameter on dim 0, do so within each group of replicas, or keep whole
             copies (DDP).
@@ -75,38 +79,27 @@ def data_parallel(
 
     Raises:
         TypeError: ``mesh`` or a dtype has the wrong type, or see :class:`.Extension`.
-        ValueError: an unknown mode, a wrong number of mesh dimensions, a parameter that is a
-            ``DTensor`` already, or a scalar to be sharded; or see :class:`.Extension`. The model is
-            unchanged then.
+        ValueError: an unknown mode, a wrong number of mesh dimensions, a ``DTensor`` that is not on
+            other dimensions of the same mesh, or a scalar to be sharded; or see
+            :class:`.Extension`. The model is unchanged then.
     """
     if mode not in ("fully_shard", "hybrid_shard", "replicate"):
         raise ValueError(f"mode must be 'fully_shard', 'hybrid_shard' or 'replicate', got {mode!r}")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
+    check_argument("model", model, nn.Module)
+    check_argument("mesh", mesh, DeviceMesh)
     for dtype in (param_dtype, reduce_dtype):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"param_dtype and reduce_dtype must be torch dtypes, got {dtype!r}")
     dims = 2 if mode == "hybrid_shard" else 1
     if mesh.ndim != dims:
         raise ValueError(f"mode {mode!r} needs a {dims}-D mesh, got {mesh.ndim} dimensions")
-    for name, param in model.named_parameters():
-        check_plain(name, param, sharded=mode != "replicate")
     shard_dim = None if mode == "replicate" else dims - 1
     replica_dim = None if mode == "fully_shard" else 0
     layout = Layout(mesh, shard_dim, replica_dim, 0, param_dtype, reduce_dtype)
+    for name, param in model.named_parameters():
+        layout.check(name, param)
     distribute_parameters([model], dict.fromkeys(model.parameters(), layout), from_first=True)
     return model
-
-
-def check_plain(name: str, param: nn.Parameter, sharded: bool = True) -> None:
-    """Raise a ValueError if a parameter can't be sharded, or replicated."""
-    if is_distributed(param):
-        raise ValueError(f"parameter {name} is a DTensor already; shard a model once")
-    if sharded and not param.ndim:
-        raise ValueError(
-            f"parameter {name} is a scalar, which can't be sharded (nor by eager FSDP2): make "
-            "it a tensor of one element"
-        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +133,19 @@ class Layout:
         dims = range(self.mesh.ndim)
         return [Shard(self.dim) if d == self.shard_dim else Replicate() for d in dims]
 
-    def extension(self, name: str, param: nn.Parameter, module: nn.Module) -> Extension:
+    def check(self, name: str, param: nn.Parameter) -> None:
+        """Raise a ValueError if a parameter can't be sharded, or replicated, so."""
+        if self.shard_dim is not None and not param.ndim:
+            raise ValueError(
+                f"parameter {name} is a scalar, which can't be sharded (nor by eager FSDP2): make "
+                "it a tensor of one element"
+            )
+        try:
+            spanned(self.mesh, self.placements, param)
+        except ValueError as error:
+            raise ValueError(f"parameter {name} {error}") from error
+
+    def extension(self, name: str, param: torch.Tensor, module: nn.Module) -> Extension:
         """Return a parameter's all-gather extension; see :class:`.Extension` for errors."""
         mesh = self.mesh
         assert self.shard_dim is not None
@@ -178,8 +183,8 @@ def distribute_parameters(
     extensions: dict[nn.Parameter, Extension] = {}
     for fqn, param, module in places:
         layout = None if param in extensions else layouts.get(param)
-        if layout is not None and layout.shard_dim is not None and extends_gather(param):
-            extensions[param] = layout.extension(fqn, param, module)
+        if layout is not None and layout.shard_dim is not None and extends_gather(shard_of(param)):
+            extensions[param] = layout.extension(fqn, shard_of(param), module)
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     for param, layout in layouts.items():
         shard = distribute(param, layout.mesh, layout.placements, from_first)
@@ -188,7 +193,7 @@ def distribute_parameters(
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         sharded = {name: param for name, param in own if param in layouts}
         for name, param in sharded.items():
-            unshard = _Unshard(layouts[param], param.shape, extensions.get(param), gate)
+            unshard = Unshard(layouts[param], param, extensions.get(param), gate)
             module.__dict__.setdefault("_unshards", {})[name] = unshard
             module._parameters[name] = distributed[param]
         if sharded:
@@ -221,15 +226,20 @@ def ignored_extensions(model: nn.Module) -> dict[str, str]:
     return ignored
 
 
-class _Unshard:
-    """Gathers one sharded parameter, a ``DTensor``, to the full, plain tensor."""
+class Unshard:
+    """Gathers one sharded parameter to the tensor that it was, plain or a ``DTensor``."""
 
     def __init__(
-        self, layout: Layout, shape: torch.Size, extension: Extension | None, gate: Any
+        self, layout: Layout, param: nn.Parameter, extension: Extension | None, gate: Any
     ) -> None:
         self.layout = layout
         self.dim, self.shard_size = layout.dim, layout.shards
-        self.shape = tuple(shape)
+        self.shape = shape = tuple(shard_of(param).shape)
+        self.attach = attach
+        self.whole: tuple[Any, ...] = ()
+        if is_distributed(param):
+            self.attach = _attach_on(mesh_of(param), param.placements)  # type: ignore[attr-defined]
+            self.whole = (tuple(param.shape), param.stride())
         self.extension = extension
         self.gate = gate
         mesh, shard_dim, replica_dim = layout.mesh, layout.shard_dim, layout.replica_dim
@@ -270,12 +280,12 @@ class _Unshard:
         how = self.how(shard.dtype)
         wide = _comes_wide(self.param_dtype(shard.dtype), how[0])
         full = self.full
-        if full is None and self.extension is None and not wide:
+        if full is None and self.extension is None and not self.whole and not wide:
             return _Gather.apply(shard, self.unreduced, self, None)
         if full is None:
             with torch.no_grad():
                 full = self.gather(shard)
-        return attach(shard, self.unreduced, how, full)
+        return self.attach(shard, self.unreduced, how, full, *self.whole)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
         """Create a leaf that accumulates gradients: the full shape, in one element's memory."""
@@ -321,7 +331,7 @@ _Reduction: TypeAlias = tuple[
 this rank's shard, sharded dimension, number of all ranks, and what :func:`_division` takes."""
 
 
-def _reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
+def reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
     dtype, shard_group, shards, replica_group, local_rows, dim, ranks, factor, only_sums = how
     if dtype is not None:
         grad = grad.to(dtype)
@@ -434,7 +444,7 @@ class _Steps(nn.ModuleList):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the full parameter, or returns a given one.
+    """Gathers the full parameter, or returns a given one; with ``inner``, as part of a ``DTensor``.
 
     Backward reduces its gradient, or passes it on to ``unreduced`` as it is.
     """
@@ -444,24 +454,36 @@ class _Gather(torch.autograd.Function):
         ctx: Any,
         shard: torch.Tensor,
         unreduced: torch.Tensor | None,
-        how: _Unshard | _Reduction,
+        how: Unshard | _Reduction,
         full: torch.Tensor | None,
+        inner: tuple[Any, ...] | None = None,
     ) -> torch.Tensor:
-        ctx.reduction = how.how(shard.dtype) if isinstance(how, _Unshard) else how
+        ctx.reduction = how.how(shard.dtype) if isinstance(how, Unshard) else how
         ctx.dtype = shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
-        if isinstance(how, _Unshard):
+        ctx.inner = inner
+        if isinstance(how, Unshard):
             return how.gather(shard)
         assert full is not None
         if _comes_wide(full.dtype, how[0]):
             ctx.set_output_grad_dtype(None)
-        return full.detach()
+        if inner is None:
+            return full.detach()
+        mesh, placements, shape, stride = inner
+        return DTensor.from_local(
+            full, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.inner is not None:
+            # FSDPParam._get_grad_inner_tensor sums a gradient that is partial on the inner mesh.
+            # Since 2.15 the gradient has the reduction's dtype by then (`unsharded_grad_dtype`).
+            dtype = ctx.reduction[0] if REDUCES_BY_GRAD_DTYPE else None
+            grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.inner[1]).to_local()
         if ctx.unreduced_dtype is not None:
-            return None, grad.to(ctx.unreduced_dtype), None, None
-        return _reduced(grad, ctx.reduction).to(ctx.dtype), None, None, None
+            return None, grad.to(ctx.unreduced_dtype), None, None, None
+        return reduced(grad, ctx.reduction).to(ctx.dtype), None, None, None, None
 
 
 def attach(
@@ -474,121 +496,33 @@ def attach(
     return attached
 
 
-class _ReduceLate(torch.autograd.Function):
-    """Returns zero; backward gives the shard the reduced ``total`` as gradient."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, shard: torch.Tensor, total: torch.Tensor, unshard: _Unshard
-    ) -> torch.Tensor:
-        ctx.unshard = unshard
-        ctx.dtype = shard.dtype
-        ctx.save_for_backward(total)
-        return torch.zeros((), dtype=shard.dtype, device=shard.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        (total,) = ctx.saved_tensors
-        return _reduced(total, ctx.unshard.how(ctx.dtype)).to(ctx.dtype), None, None
+_attach_by_mesh: dict[Any, tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
 
 
-class ReduceOnce:
-    """Reduces the gradients of several backwards once, for gradient accumulation.
+def _attach_on(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+    """Return :func:`attach` for this rank's part of a ``DTensor`` on a mesh.
 
-    Eager FSDP2 does so with ``set_requires_gradient_sync(False)``::
-
-        reduce_once = ReduceOnce(model, backend("aot_eager", recipe(model), model=model))
-        with reduce_once:
-            for batch in microbatches:
-                compiled(batch).backward()
-        optimizer.step()
-
-    In the block, every rank adds the gradients of the full parameters in the dtype of the
-    reductions. At its end they are reduced, in the buckets of ``backend``, and added to the
-    parameters' ``grad``. This takes one full gradient of every parameter in memory (4 bytes per
-    element with float32) and saves all reductions but one, which does not overlap with compute.
-
-    Code in the block is compiled separately, once. Bits are eager FSDP2's, except for a parameter
-    that one forward reads several times, with a reduce dtype that is not the gathered one: eager
-    adds its uses in one dtype and its microbatches in the other.
-
-    Args:
-        model: sharded by :func:`data_parallel`.
-        backend: compiles the reductions, and the gathers with ``gather_once``; None runs them one
-            by one. With buckets it needs ``model=`` to identify the parameters.
-        gather_once: gather every parameter on entering, not in each microbatch, like eager FSDP2's
-            ``set_reshard_after_backward(False)``. Takes a full copy of every parameter until the
-            end of the block, and later writes to parameters are not visible in it.
-
-    Raises:
-        ValueError: :func:`data_parallel` did not shard ``model``.
+    Parameters share one function, as Dynamo guards on it. It has the mesh, which can't be an
+    argument of a node in Dynamo's graph.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        backend: Callable[..., Any] | None = None,
-        *,
-        gather_once: bool = False,
-    ) -> None:
-        self._of: dict[nn.Parameter, list[_Unshard]] = {}
-        for module in model.modules():
-            for name, unshard in module.__dict__.get("_unshards", {}).items():
-                param = module._parameters.get(name)
-                if param is not None:
-                    self._of.setdefault(param, []).append(unshard)
-        self._trained = [p for p in self._of if p.requires_grad]
-        if not self._trained:
-            raise ValueError(
-                f"{type(model).__name__} has no parameter to train that data_parallel() has "
-                "sharded: call data_parallel(model, mesh) first"
-            )
-        self._gather_once = gather_once
-        self._unreduced: list[torch.Tensor] = []
-        compiled = functools.partial(torch.compile, backend=backend, fullgraph=True)
-        self._gather = compiled(_gather_all) if backend else _gather_all
-        self._reduce = compiled(_reduce_late) if backend else _reduce_late
+    def attach_part(
+        shard: torch.Tensor,
+        unreduced: torch.Tensor | None,
+        reduction: _Reduction,
+        full: torch.Tensor,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> torch.Tensor:
+        inner = (mesh, placements, shape, stride)
+        attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, inner)
+        return attached
 
-    def __enter__(self) -> ReduceOnce:
-        if self._unreduced:
-            raise RuntimeError("this ReduceOnce is entered already: leave it before entering again")
-        if self._gather_once:
-            with torch.no_grad():
-                gathered = self._gather([of[0] for of in self._of.values()], list(self._of))
-            for unshards, full in zip(self._of.values(), gathered, strict=True):
-                for unshard in unshards:
-                    unshard.full = full
-        for param in self._trained:
-            self._unreduced.append(self._of[param][0].leaf(param))
-            for unshard in self._of[param]:
-                unshard.unreduced = self._unreduced[-1]
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        totals = [leaf.grad for leaf in self._unreduced]
-        self._unreduced = []
-        for unshards in self._of.values():
-            for unshard in unshards:
-                unshard.unreduced = unshard.full = None
-        if kind is not None:  # a failed step leaves no gradients
-            return
-        pairs = zip(self._trained, totals, strict=True)
-        used = [(self._of[p][0], p, total) for p, total in pairs if total is not None]
-        if used:
-            units, shards, sums = (list(part) for part in zip(*used, strict=True))
-            del used, totals, pairs
-            self._reduce(units, shards, sums).backward()
-
-
-def _gather_all(units: list[_Unshard], shards: list[DTensor]) -> list[torch.Tensor]:
-    return [unit.gather(shard.to_local()) for unit, shard in zip(units, shards, strict=True)]
-
-
-def _reduce_late(
-    units: list[_Unshard], shards: list[DTensor], totals: list[torch.Tensor]
-) -> torch.Tensor:
-    parts = zip(units, shards, totals, strict=True)
-    return torch.stack([_ReduceLate.apply(s.to_local(), t, u) for u, s, t in parts]).sum()
+    # Not by the mesh itself: one made later, for new process groups, is equal.
+    key = (id(mesh), placements)
+    if key not in _attach_by_mesh:
+        _attach_by_mesh[key] = (mesh, torch.compiler.allow_in_graph(attach_part))
+    return _attach_by_mesh[key][1]
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

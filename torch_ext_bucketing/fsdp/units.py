@@ -24,6 +24,7 @@ from .._source import package_digest
 from .._torch.dynamo import names_are_relative_to
 from .._torch.fsdp2 import grad_dtype, reduce_order
 from .._torch.inductor import CustomPassBase
+from ..errors import check_argument
 from ..fqns import (
     canonical_fqn,
     canonical_modules,
@@ -169,6 +170,7 @@ def find_units(
         ValueError: no units, an empty unit, an unknown name, or a module that is listed twice or
             lies in an earlier unit.
     """
+    check_argument("model", model, nn.Module)
     known = canonical_modules(model)
     unit_of: dict[nn.Module, str] = {}
     inside: dict[nn.Module, str] = {}  # modules that an earlier unit holds
@@ -275,6 +277,8 @@ class FSDPParamOrder(Units, CustomPassBase):
                 if fqn in known:
                     raise ValueError(f"parameter {fqn!r} is listed twice in payload {index}")
                 known.add(fqn)
+        check_argument("aliases", self.aliases, Sequence)
+        check_argument("made_by", self.made_by, str)
         aliases = tuple(sorted({(canonical_fqn(a), canonical_fqn(fqn)) for a, fqn in self.aliases}))
         for alias, fqn in aliases:
             if fqn not in known:

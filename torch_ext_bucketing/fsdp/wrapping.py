@@ -39,8 +39,10 @@ from .._torch.fsdp2 import (
     read_param_groups,
     reduce_order,
     sent,
+    shard_of,
 )
 from .._torch.process_groups import ranks_of
+from ..errors import check_argument
 from ..fqns import (
     canonical_fqn,
     format_names,
@@ -48,7 +50,7 @@ from ..fqns import (
     outermost,
     parameter_names,
 )
-from .shard import Layout, change_class, check_plain, distribute_parameters
+from .shard import Layout, change_class, distribute_parameters
 from .unit_inputs import register_casts, run_first
 
 _numbers = itertools.count()
@@ -179,19 +181,18 @@ def fully_shard(
         TypeError: an argument of another type.
         ValueError: what FSDP2 refuses, too: a module twice, or after one that contains it; a
             ``ModuleList`` without ``forward``; a scalar; an uneven shard on another dimension than
-            0; a parameter that another unit shares. Also ``DTensor`` parameters, a ``grad_dtype``
-            of another dtype, and unsupported arguments. The model is unchanged then.
+            0; a parameter that another unit shares; a ``DTensor`` that is not on other dimensions
+            of the mesh. Also a ``grad_dtype`` of another dtype, and unsupported arguments. The
+            model is unchanged then.
     """
     given = [module] if isinstance(module, nn.Module) else module
     if not isinstance(given, list | tuple) or not all(isinstance(m, nn.Module) for m in given):
         raise TypeError(f"module must be a torch.nn.Module or a list of them, got {module!r}")
     if not given:
         raise ValueError("the list of modules is empty: name the modules that share a unit")
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}")
+    check_argument("mp_policy", mp_policy, MixedPrecisionPolicy)
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        if not isinstance(dtype := getattr(mp_policy, name), torch.dtype | None):
-            raise TypeError(f"mp_policy.{name} must be a torch dtype or None, got {dtype!r}")
+        check_argument(f"mp_policy.{name}", getattr(mp_policy, name), torch.dtype | None)
     if type(offload_policy) is not OffloadPolicy:
         raise ValueError(
             f"offload_policy={offload_policy!r} is not supported: to hold less on the device, let "
@@ -200,20 +201,20 @@ def fully_shard(
         )
     if dp_mesh_dims is not None:
         raise ValueError(
-            "dp_mesh_dims is not supported: give the data-parallel part of the mesh, "
-            "mesh=mesh['dp'], and shard over other dimensions with torchtitan's data_parallel"
+            "dp_mesh_dims is not supported: make parameters DTensors on the other dimensions only, "
+            "mesh['tp'], and give the data-parallel part of the mesh, mesh=mesh['dp']"
         )
     if mesh is None:
         accelerator = torch.accelerator.current_accelerator()
         kind = "cpu" if accelerator is None else accelerator.type
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
+    check_argument("mesh", mesh, DeviceMesh)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must have 1 dimension, or 2 for HSDP, got {mesh.ndim}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"shard_placement_fn must be a function, got {shard_placement_fn!r}")
     reshard = _checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    check_argument("ignored_params", ignored_params, Iterable | None)
     ignored = frozenset(ignored_params or ())
     if others := [param for param in ignored if not isinstance(param, nn.Parameter)]:
         raise TypeError(f"ignored_params must be parameters, got {others[0]!r}")
@@ -299,7 +300,6 @@ def _layout(
     placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> Layout:
     """Return a parameter's layout; raise a ValueError for one that can't be sharded so."""
-    check_plain(what, param)
     if getattr(param, "_has_grad_dtype_override", False) and param.grad_dtype != param.dtype:
         raise ValueError(
             f"parameter {what} has grad_dtype {param.grad_dtype}, and gradients of sharded "
@@ -317,15 +317,18 @@ def _layout(
             f"shard_placement_fn gave {placement!r} for parameter {what}: FSDP2 takes Shard(dim) "
             "or None; parameters that every rank holds whole are ignored_params"
         )
-    dim, shards = placement.dim % param.ndim, mesh.size(shard_dim)
-    if not -param.ndim <= placement.dim < param.ndim or (dim and param.shape[dim] % shards):
-        raise ValueError(
-            f"parameter {what}, of shape {tuple(param.shape)}, can't be sharded by {placement!r} "
-            f"over {shards} ranks: other dimensions than 0 must be divisible by them, as in FSDP2"
-        )
     resolved = policy_for(policy, param)
     dtypes = (resolved.param_dtype, resolved.reduce_dtype)
-    return Layout(mesh, shard_dim, replica_dim, dim, *dtypes)
+    shape, shards = shard_of(param).shape, mesh.size(shard_dim)
+    dim = placement.dim % max(len(shape), 1)
+    layout = Layout(mesh, shard_dim, replica_dim, dim, *dtypes)
+    layout.check(what, param)
+    if not -len(shape) <= placement.dim < len(shape) or (dim and shape[dim] % shards):
+        raise ValueError(
+            f"parameter {what}, of shape {tuple(shape)}, can't be sharded by {placement!r} "
+            f"over {shards} ranks: other dimensions than 0 must be divisible by them, as in FSDP2"
+        )
+    return layout
 
 
 def _move(managed: Sequence[nn.Module], layouts: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -340,8 +343,7 @@ def _move(managed: Sequence[nn.Module], layouts: Iterable[nn.Parameter], mesh: D
 
 
 _REDUCE_ONCE = (
-    "run the microbatches in `with ReduceOnce(model, backend): ...`, from "
-    "torch_ext_bucketing.fsdp.shard"
+    "run the microbatches in `with ReduceOnce(model, backend): ...`, from torch_ext_bucketing.fsdp"
 )
 
 
@@ -378,8 +380,7 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``, before the recipe is made."""
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"give True or False, got {reshard_after_forward!r}")
+        check_argument("reshard_after_forward", reshard_after_forward, bool)
         for unit in self._changed(recurse, "set_reshard_after_forward"):
             unit.reshard = reshard_after_forward
 
@@ -427,8 +428,7 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Do nothing: :class:`.Schedule` orders the gathers."""
         for module in modules:
-            if not isinstance(module, FSDPModule):
-                raise TypeError(f"give modules that fully_shard() was called on, got {module!r}")
+            check_argument("each module", module, FSDPModule)
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 

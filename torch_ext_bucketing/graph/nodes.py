@@ -113,7 +113,8 @@ _MERGED_KIND_OF_TARGET: dict[Any, Kind] = {t: k for k in KINDS for t in COLLECTI
 
 def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
     """Return ``kinds`` in the order of :data:`KINDS`, each once; raise a ValueError for others."""
-    if isinstance(kinds, str) or any(k not in KINDS for k in kinds):
+    several = isinstance(kinds, Collection) and not isinstance(kinds, str)
+    if not several or any(k not in KINDS for k in kinds):
         raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
     return tuple(k for k in KINDS if k in kinds)
 

@@ -25,7 +25,7 @@ from .._torch.inductor import (
 )
 from .._torch.process_groups import compiles_for_all_ranks, default_group
 from .._torch.without_device import Planned, results_alone
-from ..errors import GuessedNamesWarning, NoUuidError
+from ..errors import GuessedNamesWarning, NoUuidError, check_argument
 from ..fqns import format_names
 from ..fsdp.shard import attach
 from ..fsdp.tagging import gradients_of, named_inputs
@@ -88,6 +88,9 @@ class BucketingBackend:
         if not isinstance(self.check_recompute, bool):
             raise TypeError(f"check_recompute must be True or False, got {self.check_recompute!r}")
         check_size_hints(self.size_hints)
+        check_argument("model", self.model, torch.nn.Module | None)
+        check_argument("agree", self.agree, bool)
+        check_argument("passes", self.passes, Iterable)
         self.passes = tuple(self.passes)
         self.pipeline = Pipeline(self.passes, self.model)
 

@@ -14,6 +14,7 @@ from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..bucketing.caps import ByCap, CapMb, Eligible
 from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.plan import ByUnit, Groups, check_groups
+from ..errors import check_argument
 from ..fsdp.rank_order import SUM, check_accumulate
 from ..fsdp.units import Units
 from ..graph.edits import unchanged_on_error
@@ -104,6 +105,7 @@ class BucketByCap(GraphPass):
 
     def __post_init__(self) -> None:
         check_payload_order(self.payload_order)
+        check_argument("non_adjacent", self.non_adjacent, bool)
         cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
         self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds), groups=check_groups(self.groups))
         self._set(

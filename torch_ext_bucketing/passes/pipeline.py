@@ -12,7 +12,7 @@ from typing import Any
 import torch.fx as fx
 import torch.nn as nn
 
-from ..errors import PassOrderError
+from ..errors import PassOrderError, check_argument
 from ..graph.nodes import GraphLike, graph_of
 from ..reports.graph import GraphReport
 from .add_by_unit import AddByUnit
@@ -121,6 +121,7 @@ class Pipeline:
     """
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
+        check_argument("passes", passes, Iterable)
         given = tuple(passes)
         for p in given:
             if not isinstance(p, GraphPass):

@@ -21,6 +21,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import new_groups
+from ..errors import check_argument
 from ..graph.nodes import FSDP_KINDS, Kind, check_kinds, group_name, kind_of, set_group_name
 from ..graph.tags import tag_of
 from .base import BUCKETS, ORDER, TAGS, GraphPass
@@ -52,6 +53,7 @@ class SeparateGroups(GraphPass):
 
     def __post_init__(self) -> None:
         mesh = self.mesh
+        check_argument("mesh", mesh, DeviceMesh)
         self._set(kinds=check_kinds(self.kinds))
         for dim in range(mesh.ndim):
             mine = mesh.get_group(dim)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
 from ..bucketing.plan import ByUnit
-from ..errors import BoundNotKeptWarning, NothingKeptWarning
+from ..errors import BoundNotKeptWarning, NothingKeptWarning, check_argument
 from ..fsdp.tagging import Chains, parameter_chains, read_in_forward
 from ..fsdp.units import Units
 from ..graph.sizes import SizeHints
@@ -124,10 +124,12 @@ class ReshardAfterForward(GraphPass):
                 f"reshard_after_forward must be True, False, a number of ranks or 'auto', got "
                 f"{mode!r}; names of what stays gathered are keep=[...]"
             )
-        if isinstance(self.keep, str):
-            raise TypeError(f"keep must be a list of FQNs, got the string {self.keep!r}")
-        if self.memory is not None and not isinstance(self.memory, PeakMemory):
-            raise TypeError(f"memory must be a PeakMemory or None, got {self.memory!r}")
+        if isinstance(self.keep, str) or not isinstance(self.keep, Iterable):
+            raise TypeError(f"keep must be a list of FQNs, got {self.keep!r}")
+        check_argument("memory", self.memory, PeakMemory | None)
+        check_argument("activations", self.activations, bool)
+        check_argument("curve", self.curve, bool)
+        check_argument("state_bytes", self.state_bytes, int)
         if self.auto and self.memory is None:
             raise ValueError("'auto' needs a bound: memory=PeakMemory(gib=...)")
         if self._parks:

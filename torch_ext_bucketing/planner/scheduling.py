@@ -18,6 +18,7 @@ from .._torch.aot import stage_of
 from ..bucketing.caps import ByCap, Eligible
 from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.plan import BucketPlanner, Groups, check_groups
+from ..errors import check_argument
 from ..graph.nodes import FSDP_KINDS, Kind, check_kinds, collective_kind
 from ..passes.base import BUCKETS, ORDER, RANK_ORDER, TAGS, GraphPass, Stage
 from ..passes.bucketing import FixedOrderReduce
@@ -172,6 +173,11 @@ class BucketAndSchedule(Schedule):
         if self.reduce is not None and not isinstance(self.reduce, FixedOrderReduce):
             raise TypeError(f"reduce must be a FixedOrderReduce or None, got {self.reduce!r}")
         check_payload_order(self.payload_order)
+        check_argument("caps_mb", self.caps_mb, Sequence | None)
+        check_argument("planners", self.planners, Sequence)
+        for planner in self.planners:
+            if not callable(getattr(planner, "plan", None)):
+                raise TypeError(f"planners must have a method plan(analysis), got {planner!r}")
         caps_mb = None if self.caps_mb is None else tuple(self.caps_mb)
         self._set(caps_mb=caps_mb, kinds=check_kinds(self.kinds), planners=tuple(self.planners))
         self._set(groups=check_groups(self.groups))

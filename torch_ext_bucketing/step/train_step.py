@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from .._torch.optimizers import update_scale
-from ..errors import EagerOptimizerWarning
+from ..errors import EagerOptimizerWarning, check_argument
 from ..fqns import format_names, parameter_names
 from ..passes.backends import BucketingBackend
 from ..passes.base import GraphPass
@@ -217,10 +217,12 @@ def train_step(
         )
     if not callable(loss):
         raise TypeError(f"loss must be a function loss(model, *args), got {loss!r}")
+    check_argument("max_norm", max_norm, float | int | None)
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm!r}")
     if max_norm is None and (skip_nonfinite or norm_type != 2.0):
         raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
+    check_argument("exchange_bytes", exchange_bytes, int | None)
     if exchange_bytes is not None and exchange_bytes < 1:
         raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
     if not isinstance(grad_scaler, torch.amp.GradScaler | None):
@@ -245,6 +247,7 @@ def train_step(
             "backend of its own, with passes=, compiler= and the options of backend(): "
             f"{', '.join(f'{name}=' for name in accepted)}"
         )
+    check_argument("passes", passes, Iterable | None)
     chosen = tuple(recipe(model) if passes is None else passes)
     norm = None if max_norm is None else Norm(float(max_norm), float(norm_type), skip_nonfinite)
 

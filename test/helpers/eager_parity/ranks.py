@@ -25,7 +25,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.fqns import parameter_names
-from torch_ext_bucketing.fsdp.shard import ReduceOnce
+from torch_ext_bucketing.fsdp import ReduceOnce
 from torch_ext_bucketing.graph.nodes import GraphLike, graph_of, group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.backends import BucketingBackend

@@ -313,6 +313,7 @@ ROWS: tuple[Row, ...] = (
     Row("torchtitan_model/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL),
     Row("fully_shard/titan_llama3", "llama3", **_CALLS),
     Row("fully_shard/titan_deepseek_v3", "deepseek_v3", **_CALLS),
+    Row("fully_shard/titan_deepseek_v3_experts", "deepseek_v3", expert=2, **_CALLS),
     Row("fully_shard/accelerate", "hf_llama", **_ACCELERATE),
     Row("fully_shard/accelerate_tied", "hf_llama_tied", **_ACCELERATE),
     Row("fully_shard/accelerate_meta", "hf_llama", **_ACCELERATE),

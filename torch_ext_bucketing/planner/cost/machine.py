@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ...errors import check_argument
 from ...graph.nodes import COLLECTIVES
 from .network import INFINIBAND, Level, Protocol, check_rate, check_time, is_time, levels_ms, nvlink
 
@@ -81,10 +82,10 @@ class Machine:
     host_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_argument("name", self.name, str)
+        check_argument("fuses", self.fuses, bool | None)
         for name in ("flops", "factors", "collectives", "host_ms"):
-            mapping = getattr(self, name)
-            if not isinstance(mapping, Mapping):
-                raise TypeError(f"{name} must be a mapping, got {mapping!r}")
+            check_argument(name, getattr(self, name), Mapping)
         for name, rate in {**self.flops, "other_flops": self.other_flops}.items():
             check_rate(name, rate)
         for kind, factor in self.factors.items():

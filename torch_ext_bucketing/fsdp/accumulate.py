@@ -1,0 +1,134 @@
+"""Accumulate gradients of several microbatches, and reduce them once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import check_argument
+from .shard import Unshard, reduced
+
+
+class _ReduceLate(torch.autograd.Function):
+    """Returns zero; backward gives the shard the reduced ``total`` as gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, shard: torch.Tensor, total: torch.Tensor, unshard: Unshard
+    ) -> torch.Tensor:
+        ctx.unshard = unshard
+        ctx.dtype = shard.dtype
+        ctx.save_for_backward(total)
+        return torch.zeros((), dtype=shard.dtype, device=shard.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (total,) = ctx.saved_tensors
+        return reduced(total, ctx.unshard.how(ctx.dtype)).to(ctx.dtype), None, None
+
+
+class ReduceOnce:
+    """Reduces the gradients of several backwards once, for gradient accumulation.
+
+    Eager FSDP2 does so with ``set_requires_gradient_sync(False)``::
+
+        reduce_once = ReduceOnce(model, backend("aot_eager", recipe(model), model=model))
+        with reduce_once:
+            for batch in microbatches:
+                compiled(batch).backward()
+        optimizer.step()
+
+    In the block, every rank adds the gradients of the full parameters in the dtype of the
+    reductions. At its end they are reduced, in the buckets of ``backend``, and added to the
+    parameters' ``grad``. This takes one full gradient of every parameter in memory (4 bytes per
+    element with float32) and saves all reductions but one, which does not overlap with compute.
+
+    Code in the block is compiled separately, once. Bits are eager FSDP2's, except for a parameter
+    that one forward reads several times, with a reduce dtype that is not the gathered one: eager
+    adds its uses in one dtype and its microbatches in the other.
+
+    Args:
+        model: sharded by :func:`data_parallel`.
+        backend: compiles the reductions, and the gathers with ``gather_once``; None runs them one
+            by one. With buckets it needs ``model=`` to identify the parameters.
+        gather_once: gather every parameter on entering, not in each microbatch, like eager FSDP2's
+            ``set_reshard_after_backward(False)``. Takes a full copy of every parameter until the
+            end of the block, and later writes to parameters are not visible in it.
+
+    Raises:
+        ValueError: :func:`data_parallel` did not shard ``model``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Callable[..., Any] | None = None,
+        *,
+        gather_once: bool = False,
+    ) -> None:
+        check_argument("model", model, nn.Module)
+        check_argument("backend", backend, Callable | None)
+        check_argument("gather_once", gather_once, bool)
+        self._of: dict[nn.Parameter, list[Unshard]] = {}
+        for module in model.modules():
+            for name, unshard in module.__dict__.get("_unshards", {}).items():
+                param = module._parameters.get(name)
+                if param is not None:
+                    self._of.setdefault(param, []).append(unshard)
+        self._trained = [p for p in self._of if p.requires_grad]
+        if not self._trained:
+            raise ValueError(
+                f"{type(model).__name__} has no parameter to train that data_parallel() has "
+                "sharded: call data_parallel(model, mesh) first"
+            )
+        self._gather_once = gather_once
+        self._unreduced: list[torch.Tensor] = []
+        compiled = functools.partial(torch.compile, backend=backend, fullgraph=True)
+        self._gather = compiled(_gather_all) if backend else _gather_all
+        self._reduce = compiled(_reduce_late) if backend else _reduce_late
+
+    def __enter__(self) -> ReduceOnce:
+        if self._unreduced:
+            raise RuntimeError("this ReduceOnce is entered already: leave it before entering again")
+        if self._gather_once:
+            with torch.no_grad():
+                gathered = self._gather([of[0] for of in self._of.values()], list(self._of))
+            for unshards, full in zip(self._of.values(), gathered, strict=True):
+                for unshard in unshards:
+                    unshard.full = full
+        for param in self._trained:
+            self._unreduced.append(self._of[param][0].leaf(param))
+            for unshard in self._of[param]:
+                unshard.unreduced = self._unreduced[-1]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        totals = [leaf.grad for leaf in self._unreduced]
+        self._unreduced = []
+        for unshards in self._of.values():
+            for unshard in unshards:
+                unshard.unreduced = unshard.full = None
+        if kind is not None:  # a failed step leaves no gradients
+            return
+        pairs = zip(self._trained, totals, strict=True)
+        used = [(self._of[p][0], p, total) for p, total in pairs if total is not None]
+        if used:
+            units, shards, sums = (list(part) for part in zip(*used, strict=True))
+            del used, totals, pairs
+            self._reduce(units, shards, sums).backward()
+
+
+def _gather_all(units: list[Unshard], shards: list[DTensor]) -> list[torch.Tensor]:
+    return [unit.gather(shard.to_local()) for unit, shard in zip(units, shards, strict=True)]
+
+
+def _reduce_late(
+    units: list[Unshard], shards: list[DTensor], totals: list[torch.Tensor]
+) -> torch.Tensor:
+    parts = zip(units, shards, totals, strict=True)
+    return torch.stack([_ReduceLate.apply(s.to_local(), t, u) for u, s, t in parts]).sum()
