@@ -65,7 +65,7 @@ class ReshardAfterForward(GraphPass):
 
     With ``to`` as well, each unit stays gathered, is gathered again over all ranks, or inside the
     node. With ``activations``, groups of activations, by unit and sort, are saved or recomputed
-    (:mod:`.planner.keep.activations`); marks of the user's own, such as by
+    (:mod:`.planner.keep.keepables`); marks of the user's own, such as by
     ``torch.utils.checkpoint``, are kept. With ``memory=PeakMemory(gib=70, host_gib=200)``, saved
     ones may wait in host memory for backward (:mod:`.passes.park`), if that makes the step shorter,
     or the peak smaller where the bound can't be kept.

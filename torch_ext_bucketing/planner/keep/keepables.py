@@ -1,15 +1,36 @@
-"""Define keepables: the values that may stay in memory from forward to backward."""
+"""Find keepables, the values that may stay in memory: units' parameters, groups of activations.
+
+A group is one sort of node in one stretch of forward: matrix products, attention, collectives on
+activations, or other nodes, which are cheap. The last stretch has two groups of cheap nodes: those
+before its first product, such as a norm, and the loss. A stretch begins where the parameters of a
+unit are read and ends where the next unit's are read. A unit that is read in two places, such as a
+root with embedding and head, has two stretches. Values that a stretch hands to the next one are
+always saved, so that backward recomputes one stretch at a time; a norm that is a unit of its own
+need not be saved::
+
+    block 3   x -> norm -> mm -> silu -> mm -> add -> y       y, and x before it, are saved;
+              ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^             the rest is in groups
+
+Nodes that the user marked (``torch.utils.checkpoint``), that may not run twice
+(:func:`.may_run_twice`), or make sizes that depend on data, are not in any group.
+"""
 
 from __future__ import annotations
 
+import operator
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 
+from ..._torch import aot as _aot
 from ...fsdp.tagging import read_in_forward
 from ...fsdp.units import Units
+from ...graph.dependencies import is_known, may_run_twice
+from ...graph.nodes import is_collective, is_compute, is_view, is_wait, tensors_in
 from ...graph.tags import tag_of
 
 
@@ -54,3 +75,169 @@ def keepable_units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) ->
         )
         for number, mine in sorted(starts.items())
     ]
+
+
+class Stretch(NamedTuple):
+    """The ``nth`` part of forward, from 1, that reads the parameters of one unit."""
+
+    number: int
+    unit: str
+    nth: int
+
+    @property
+    def name(self) -> str:
+        return self.unit if self.nth == 1 else f"{self.unit} ({self.nth})"
+
+
+class Activations:
+    """The activations of a joint graph.
+
+    ``unit_of`` names the unit of an all-gather; ``moves`` are nodes between parameters and their
+    uses, which are not activations.
+
+    Attributes:
+        groups: nodes by stretch and sort, in graph order.
+        views: views of nodes in groups; they are never saved.
+        saved: nodes that stretches hand on, and nodes that must not run twice.
+        unknown: operators among the latter whose tags do not show their effects, with their calls.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, unit_of: Callable[[fx.Node], str | None], moves: Collection[fx.Node]
+    ) -> None:
+        self.groups: dict[tuple[Stretch, str], list[fx.Node]] = {}
+        self.views: dict[fx.Node, None] = {}
+        self.saved: dict[fx.Node, None] = {}
+        self.unknown: Counter[str] = Counter()
+        inside = _aot.Halves(graph).forward
+        self._nodes = [n for n in inside if n.op == "call_function" and n not in moves]
+        self._inside = inside
+        self._outputs = {a for n in graph.find_nodes(op="output") for a in n.all_input_nodes}
+        self._moves = moves
+        self._stretch: dict[fx.Node, Stretch] = {}
+        self._units: dict[fx.Node, str] = {}  # units of nodes that depend on parameters only
+        self._find_stretches(unit_of)
+        self._hand_down()
+        # Stretches that are more than a norm. A norm is made again from its inputs.
+        self._long = {
+            self._stretch[n]
+            for n in self._nodes
+            if n in self._stretch and (not _is_cheap(n) or self._reads_matrix(n))
+        }
+        self._last = max(self._stretch.values(), default=None)
+        self._first_product = next((n for n in self._nodes if self._is_last_product(n)), None)
+        early = self._first_product is not None
+        for node in self._nodes:
+            early = early and node is not self._first_product
+            self._sort(node, early)
+
+    def _is_last_product(self, node: fx.Node) -> bool:
+        return _sort_of(node) == "products" and self._stretch.get(node) == self._last
+
+    def stretch_of(self, node: fx.Node) -> str | None:
+        """Return the name of a node's stretch; None: it is not an activation."""
+        return self._stretch[node].name if node in self._stretch else None
+
+    def _find_stretches(self, unit_of: Callable[[fx.Node], str | None]) -> None:
+        """Assign nodes to stretches."""
+        # A node is in the latest stretch that it reads from. If it reads parameters of another
+        # unit, it is in that unit's latest stretch if that comes later, and otherwise begins one.
+        stretch, units = self._stretch, self._units
+        latest: dict[str, Stretch] = {}
+        for node in self._inside:
+            args = [a for a in node.all_input_nodes if a.op != "get_attr"]
+            unit = unit_of(node) or next((units[a] for a in args if a in units), None)
+            before = max((stretch[a] for a in args if a in stretch), default=None)
+            if unit is None or (before is not None and before.unit == unit):
+                if before is not None:
+                    stretch[node] = before
+            elif before is None and (node in self._moves or all(a in units for a in args)):
+                units[node] = unit
+            else:
+                last = latest.get(unit)
+                if last is None or (before is not None and last < before):
+                    number = 1 + max((s.number for s in latest.values()), default=-1)
+                    last = latest[unit] = Stretch(number, unit, 1 + (last.nth if last else 0))
+                stretch[node] = last
+        # A node that reads no activation, such as a mask or a sum of weights, belongs where it is
+        # read first.
+        for node in reversed(self._nodes):
+            readers = [stretch[u] for u in node.users if u in stretch]
+            if readers and node not in stretch:
+                stretch[node] = min(readers)
+
+    def _later(self, node: fx.Node) -> bool:
+        """Return whether a later stretch reads the node, or it is an output."""
+        mine = self._stretch[node]
+        users = (self._stretch.get(u) for u in node.users if u in self._inside)
+        return node in self._outputs or any(u is not None and u > mine for u in users)
+
+    def _reads_matrix(self, node: fx.Node) -> bool:
+        """Return whether a node reads a parameter that is not a vector, as an embedding does."""
+        read = (a for a in node.all_input_nodes if a in self._units)
+        return any(v.dim() > 1 for a in read for v in tensors_in(a.meta.get("val")))
+
+    def _hand_down(self) -> None:
+        """Move cheap nodes that only a later stretch reads into that stretch."""
+        # An example is a norm before its weight is read. Such nodes read values that an earlier
+        # stretch hands on.
+        stretch, inside = self._stretch, self._inside
+        first: dict[fx.Node, Stretch] = {}
+        ends: set[fx.Node] = set()  # nodes that only backward reads
+        for node in reversed(self._nodes):
+            users = [u for u in node.users if u in inside and u not in ends]
+            if not users and node not in self._outputs:
+                ends.add(node)
+            elif users and node not in self._outputs and node in stretch and _is_cheap(node):
+                later = min(first.get(u) or stretch.get(u, stretch[node]) for u in users)
+                if later > stretch[node]:
+                    first[node] = later
+        handed = {n for n in self._nodes if n in stretch and self._later(n)}
+        for node in self._nodes:
+            args = [a for a in node.all_input_nodes if a in stretch]
+            weights = any(a in self._units for a in node.all_input_nodes)
+            if node in first and not weights and all(a in handed for a in args):
+                handed.add(node)
+                stretch[node] = first[node]
+            elif node in ends and args:
+                stretch[node] = max(stretch[a] for a in args)
+
+    def _sort(self, node: fx.Node, early: bool) -> None:
+        stretch = self._stretch.get(node)
+        # The partitioner can't save a result without tensors.
+        if stretch is None or "recompute" in node.meta or not tensors_in(node.meta.get("val")):
+            return
+        whole = _whole(node)
+        if not is_known(node):
+            self.unknown[str(node.target)] += 1
+        handed_on = node in self._outputs or (stretch in self._long and self._later(node))
+        once = node.meta.get("unbacked_bindings") or not may_run_twice(node)
+        if handed_on or once or whole in self.saved:
+            self.saved[node] = None
+        elif is_view(node) and not is_wait(node) and whole is node:
+            self.views[node] = None
+        else:  # a ``getitem`` is in the group of the node with several results
+            sort = _sort_of(whole)
+            # The loss must be saved for a low peak, and a norm before the logits need not be.
+            if early and stretch == self._last and sort == "cheap":
+                sort = "early cheap"
+            self.groups.setdefault((stretch, sort), []).append(node)
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """Return the node whose results ``node`` is one of, or the node itself."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    return _sort_of(node) == "cheap"
+
+
+def _sort_of(node: Any) -> str:
+    if is_collective(node) or is_wait(node):
+        return "communication"
+    if any(part in str(node.target) for part in ("attention", "varlen_attn")):
+        return "attention"
+    return "products" if is_compute(node) else "cheap"

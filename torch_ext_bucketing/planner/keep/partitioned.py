@@ -10,7 +10,7 @@ marked to be recomputed, which are placed before their first use in backward::
     backward   w -> gather -> wait -> t -> t_1   mm_1(tangent, t_1)  scatter ...
 
 A :class:`Keepable` is the gathered parameters of a unit, a part of them
-(:mod:`.planner.keep.edits`), or a group of activations (:mod:`.planner.keep.activations`). Keeping
+(:mod:`.planner.keep.edits`), or a group of activations (:mod:`.planner.keep.keepables`). Keeping
 one removes from backward the nodes that recompute it, and nodes that only they read. Its storages
 are live from forward to their last use in backward. Without ``activations=True`` all activations
 are taken to be saved, although Inductor's partitioner recomputes some.
@@ -40,9 +40,8 @@ from ...passes.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..schedule.model import Model, ModelEdit, model_of
 from ..search.merged_model import merged_model
-from .activations import Activations
 from .edits import PartChanges, with_copies, with_parts
-from .keepables import Keepable, keepable_units
+from .keepables import Activations, Keepable, keepable_units
 
 
 @dataclass(frozen=True)
