@@ -52,10 +52,7 @@ sys.exit(main())
 
 
 def run_child(module: str, way: str, arguments: Sequence[str]) -> Any:
-    """Run ``module``'s ``main`` with ``--child way`` in another process; return its JSON.
-
-    ``"unpatched"`` runs on the torch that is installed.
-    """
+    """Run ``module``'s ``main`` with ``--child way`` in another process; return its JSON."""
     program = ["-m", module] if way == "unpatched" else ["-c", _PATCHED.format(module=module)]
     command = [sys.executable, *program, "--child", way, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)

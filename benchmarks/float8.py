@@ -71,10 +71,7 @@ Merged = tuple[int, float]
 
 
 def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
-    """Return a step's gathered bytes, its collectives before bucketing, and the bucketed step.
-
-    The step is timed with each operator as a kernel, and with fused ones.
-    """
+    """Return a step's gathered bytes, its collectives before bucketing, and the bucketed step."""
     world = start_world(Layout(fsdp=64))
 
     def build() -> Llama:

@@ -61,12 +61,7 @@ class Config:
 
     @property
     def size_hints(self) -> int | None:
-        """Return the tokens between two ranks under balanced routing, or ``None``.
-
-        Sizes that depend on data are numbers of tokens.
-
-        Sizes that depend on data are numbers of tokens; ``None``: the model has no such sizes.
-        """
+        """Return the tokens between two ranks under balanced routing, or ``None``."""
         model = self.model
         if isinstance(model, LlamaConfig) or not getattr(model, "dropless", True):
             return None
@@ -165,12 +160,7 @@ _SUFFIX = ".pickle.gz"
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced graph; ``config`` has the number of layers that was traced.
-
-    ``groups`` has the process groups that its collectives refer to, by name; they resolve until a
-    graph of another layout is loaded. The seconds are those of the trace that made all graphs of
-    the configuration, and those from the file to the graph module.
-    """
+    """A traced graph; ``config`` has the number of layers that was traced."""
 
     name: str
     gm: fx.GraphModule
@@ -260,10 +250,7 @@ def builder(config: Config, world: World) -> Callable[[], nn.Module]:
 def chosen(
     parser: argparse.ArgumentParser, patterns: Sequence[str], child: bool = False
 ) -> list[str]:
-    """Return the graphs that match the patterns; without ``child``, only those traceable here.
-
-    A forward graph does not depend on whether backward repeats its gathers, so it is listed once.
-    """
+    """Return the graphs that match the patterns; without ``child``, only those traceable here."""
     asked = _PARTS if any(p.startswith(("held_out_", "measured_")) for p in patterns) else NAMES
     names = [n for n in asked if not n.endswith("forward.recompute")]
     found = matching(parser, names, patterns)
@@ -356,10 +343,7 @@ def _read(path: Path, name: str, config: Config, device: str | None) -> Graph:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of nodes and of starts by ``(kind, role of the group)``, and bytes of gathers.
-
-    Starts include all-to-alls.
-    """
+    """Numbers of nodes and of starts by ``(kind, role of the group)``, and bytes of gathers."""
 
     nodes: int
     collectives: dict[tuple[str, str], int]

@@ -44,10 +44,7 @@ class LlamaConfig:
 
 @dataclass(frozen=True)
 class DeepSeekConfig:
-    """Sizes of :class:`DeepSeek`; the defaults are those of a 16B model like DeepSeek-V3.
-
-    It has 27 layers, the first one dense; 64 routed experts, 6 per token; 2 shared experts.
-    """
+    """Sizes of :class:`DeepSeek`; the defaults are those of a 16B model like DeepSeek-V3."""
 
     layers: int = 27
     dense_layers: int = 1
@@ -120,10 +117,7 @@ class LlamaBlock(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]``, both local to the rank.
-
-    Embedding, ``layers``, norm and output, with rotary tables for ``rope_dim`` elements of a head.
-    """
+    """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]``, local to the rank."""
 
     def __init__(
         self, config: LlamaConfig | DeepSeekConfig, layers: Iterable[nn.Module], rope_dim: int
@@ -184,10 +178,7 @@ class LatentAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' weights, one stacked tensor per matrix; SwiGLU by grouped matmuls.
-
-    Under expert parallelism a rank has some of the experts.
-    """
+    """The routed experts' weights, one stacked tensor per matrix; SwiGLU by grouped matmuls."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()

@@ -277,11 +277,7 @@ def _exchanged(
     under_backward: int = 0,
     extra: tuple[float, float] = (0.0, 0.0),
 ) -> Step:
-    """Follow the nodes of :mod:`torch_ext_bucketing.step.matrix`, rank by rank.
-
-    Args:
-        extra: milliseconds of a gather before the exchanges, and of kernels that need it.
-    """
+    """Follow the nodes of :mod:`torch_ext_bucketing.step.matrix`, rank by rank."""
     there, back = list[float](), list[float]()
     packs, adds, work = list[float](), list[float](), list[list[float]]()
     sent = 0

@@ -72,11 +72,7 @@ class Group:
 
 @dataclass(frozen=True)
 class World:
-    """The meshes of a layout.
-
-    ``data`` has the replicas, if any, as its first dimension. ``groups`` maps a group's name in the
-    graph to its role.
-    """
+    """The meshes of a layout."""
 
     layout: Layout
     data: DeviceMesh
@@ -179,14 +175,7 @@ def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:
 
 
 def _fully_shard(model: nn.Module, mesh: DeviceMesh, but: Collection[nn.Module] = ()) -> None:
-    """Shard all modules but those in ``but``: fp32 shards, bf16 gathers, fp32 reductions.
-
-    A mesh of two dimensions has replicas in the first one.
-
-    ::
-
-        shard -> bf16 -> all-gather over fsdp -> [shard of the tensor-parallel DTensor] -> use
-    """
+    """Shard all modules but those in ``but``: fp32 shards, bf16 gathers, fp32 reductions."""
     for module in list(model.modules()):
         params = dict(module.named_parameters(recurse=False))
         if not params or module in but:

@@ -137,12 +137,7 @@ def run(
     deadline: float,
     alone: bool = False,
 ) -> list[str]:
-    """Run the rows; return errors by row.
-
-    Rows of one topology share a set of ranks, unless each runs ``alone``.
-
-    ``finish`` is called with each row's result. After a rank fails, the rest runs on new ranks.
-    """
+    """Run the rows; return errors by row."""
 
     def key(row: Row) -> Any:
         return row.backend, row.ranks, row.nodes, row.chunk_bytes, row.device, row.expert

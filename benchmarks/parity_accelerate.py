@@ -17,11 +17,7 @@ from torch_ext_bucketing.recipes import recipe
 
 
 class AccelerateRuns(Runs):
-    """A model that accelerate shards, by eager ``fully_shard`` or by this package's.
-
-    ``Accelerator`` itself takes FSDP2 for GPUs alone, so its function is called with what it reads
-    of one.
-    """
+    """A model that accelerate shards, by eager ``fully_shard`` or by this package's."""
 
     def prepared(self) -> nn.Module:
         model, _ = self.plain()

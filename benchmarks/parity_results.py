@@ -195,10 +195,7 @@ def _kib(result: RowResult, level: str) -> str:
 
 
 def _total(traffic: Traffic, what: int, level: str = "") -> int:
-    """Sum the number (0) or the bytes (1) of all collectives of a level.
-
-    What is gathered again for backward depends on the memory bound, so it does not count.
-    """
+    """Sum the number (0) or the bytes (1) of all collectives of a level."""
     return sum(
         entry[what]
         for name, kinds in traffic.items()

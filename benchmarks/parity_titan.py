@@ -224,10 +224,7 @@ def spmd_collectives(others: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 def _all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
-    """Exchange parts of any number of rows, as one tensor.
-
-    gloo supports nothing else; torchtitan does the same when it is compiled.
-    """
+    """Exchange parts of any number of rows, as one tensor."""
     received, sent = torch.cat(outputs), torch.cat(inputs)
     rows = [[len(part) for part in parts] for parts in (outputs, inputs)]
     dist.all_to_all_single(received, sent, *rows, group=group)

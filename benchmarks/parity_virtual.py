@@ -42,11 +42,7 @@ Grads = Mapping[str, Tensor]
 
 
 def run_virtual(model: str, ranks: int, steps: int, layers: int) -> dict[str, Any]:
-    """Train ``model`` on ``ranks`` virtual ranks, over nodes of eight.
-
-    The result is for JSON; its names mean what they mean in ``RowResult``. ``steps_equal`` compares
-    two ways to pack that share no code; where the layouts are equal, so must their sums be.
-    """
+    """Train ``model`` on ``ranks`` virtual ranks, over nodes of eight."""
     begin = time.perf_counter()
     topology = RingTopology(RANKS_PER_NODE, chunk_bytes=CHUNK_BYTES)
     nodes = topology.nodes_of(ranks)

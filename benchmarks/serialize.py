@@ -31,11 +31,7 @@ _META = ("val", "custom", "desc", "partitioner_tag", "autograd_backward", "unbac
 
 
 def to_data(gm: fx.GraphModule) -> dict[str, Any]:
-    """Return data that ``pickle`` can write.
-
-    Raises:
-        TypeError: names a node that can't be written, or whose size is a symbol of an input.
-    """
+    """Return data that ``pickle`` can write."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     constants: dict[str, Any] = {}
@@ -54,10 +50,7 @@ def to_data(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def from_data(data: dict[str, Any], mode: FakeTensorMode, device: torch.device) -> fx.GraphModule:
-    """Rebuild the graph on ``device``, with its names, and all its fake tensors in ``mode``.
-
-    The mode gets a new ``ShapeEnv`` if the graph has symbols.
-    """
+    """Rebuild the graph on ``device``, with its names, and all its fake tensors in ``mode``."""
     if data["symbols"] is not None:
         add_symbols(data["symbols"], mode.shape_env)
     unpickler = _Unpickler(data["nodes"], mode, device)

@@ -36,10 +36,7 @@ _SPMD_BACKEND: Literal["partial_dtensor"] = "partial_dtensor"
 
 @dataclass(frozen=True)
 class TitanConfig:
-    """A torchtitan model; by default its DeepSeek-V3 16B with the batch of its training config.
-
-    It has 27 layers, the first one dense.
-    """
+    """A torchtitan model; by default its DeepSeek-V3 16B with the batch of its training config."""
 
     layers: int = 27
     flavor: str = "16B"
@@ -138,10 +135,7 @@ def _trace(config: TitanConfig, world: World, say: Say) -> dict[tuple[Phase, Any
 def build(
     config: TitanConfig, expert: int, attention: str = "varlen", annotate: bool = False
 ) -> tuple[Any, Any, Any]:
-    """Return the sharded model on the meta device, its parallel dimensions and their configuration.
-
-    ``annotate``: mark nodes as torchtitan's graph trainer does for its passes.
-    """
+    """Return the sharded model on the meta device, its parallel dimensions and their settings."""
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.experiments.graph_trainer import simple_fsdp
@@ -191,10 +185,7 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def _name_groups(graph: fx.Graph, world: World) -> None:
-    """Rename the collectives' groups to those of the same ranks in ``world``.
-
-    torchtitan makes process groups of its own, which do not exist when the graph is loaded.
-    """
+    """Rename the collectives' groups to those of the same ranks in ``world``."""
     same = {ranks_of(group_by_name(name)): name for name in world.groups}
     for node in graph.nodes:
         group = collective_group(node)

@@ -162,13 +162,7 @@ def _start(
     environment: dict[str, str],
     killed: int | None = None,
 ) -> tuple[dict[int, float], list[str]]:
-    """Run ``train.py`` on all ranks under a config function of this module.
-
-    With a step to kill at, all ranks are killed after it.
-
-    Returns:
-        The loss after each step, and the reports of a pipeline's stages, from one rank of each.
-    """
+    """Run ``train.py`` on all ranks under a config function of this module."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", __spec__.name, "--rank"]
     command += ["--module", "benchmarks.titan_train", "--config", config]

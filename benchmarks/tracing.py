@@ -74,10 +74,7 @@ def partitioner(
     fqn_of: FqnOf,
     ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
-    """Return the default partitioner, run on the tagged joint graph once for each of ``ways``.
-
-    It writes its graphs into ``graphs`` by phase and name.
-    """
+    """Return the default partitioner, run on the tagged joint graph once for each of ``ways``."""
     from torch._functorch.partitioners import default_partition
 
     wanted = ways or {True: [teb.ReshardAfterForward()], False: []}

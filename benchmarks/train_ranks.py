@@ -328,10 +328,7 @@ def _measured_step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> Non
 
 
 def _return_memory_at_once() -> None:
-    """Make the allocator return all but small blocks as soon as they are freed.
-
-    Otherwise one way's step runs in memory that another way has left.
-    """
+    """Make the allocator return all but small blocks as soon as they are freed."""
     m_mmap_threshold = -3  # as glibc's malloc.h has it
     ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
 

@@ -149,10 +149,7 @@ _delayed: list[str] = []
 
 
 def slow_down(folder: str, seconds: float) -> None:
-    """Delay each opening, renaming, removing or listing of something in ``folder``.
-
-    These are the operations that Python reports to its audit hooks.
-    """
+    """Delay each opening, renaming, removing or listing of something in ``folder``."""
 
     def wait(event: str, args: tuple[Any, ...]) -> None:
         if event != "open" and not event.startswith("os."):

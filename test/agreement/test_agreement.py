@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from collective_graphs import C10D, all_gather, all_reduce, trace
 from extended_models import OtherScaled, TensorScaled, wrap
+from sharded_models import TwoBlocks
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
@@ -67,20 +68,12 @@ class Die(teb.GraphPass):
         raise RuntimeError("gone")
 
 
-class Layers(nn.Module):
+class Layers(TwoBlocks):
     """A model of few parameters, because each makes a compile longer."""
 
     def __init__(self, dim=8, vocabulary=12):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, dim)
+        super().__init__(dim, vocabulary)
         self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
-        self.head = nn.Linear(dim, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 class OtherLayers(Layers):

@@ -78,19 +78,6 @@ def test_an_assertion_holds_up_only_what_relies_on_it():
     assert needed(dependencies, check) == {n, check.args[0]}
 
 
-def test_the_tensor_whose_size_is_checked_comes_after_the_check():
-    b = Numbers()
-    p = b.leaf(8, torch.float32)
-    made = b.add(p, p)
-    size = b.number(_aten.sym_size.int, made, 0)
-    check = b.check(size, 1)
-    late, apart = b.add(made, made), b.add(p, p)
-    gm = b.finish([late, apart])
-    dependencies = GraphAnalysis(gm.graph).dependencies
-    assert check in needed(dependencies, late)
-    assert check not in needed(dependencies, apart)
-
-
 def test_a_write_stays_after_the_wait_of_the_tensors_reader():
     """A collective reads its input until its wait, unless the graph itself writes sooner."""
     b = Builder()
@@ -114,23 +101,6 @@ def test_a_write_stays_after_the_wait_of_the_tensors_reader():
     assert not model.needs_end(at[late], at[early_write])
     assert model.needs_end(at[late], at[late_wait])
     assert model.paths.bound_ms <= Timeline.of(model).step_ms
-
-
-def test_a_number_that_is_an_input_does_not_hold_up_its_users():
-    b = Numbers()
-    p, q = b.leaf(8, torch.float32), b.leaf(1, torch.float32)
-    batch = b.leaf(1, torch.float32)
-    batch.meta["val"] = b.env.create_unbacked_symint()
-    n = b.number(_aten._local_scalar_dense.default, q)
-    room = b.number(torch.sym_sum, [n, batch])
-    check = b.check(room, 0)
-    plain, after = b.times(p, batch), b.times(p, n)
-    alone = b.check(batch, 0)
-    last = b.times(p, batch)
-    dependencies = GraphAnalysis(b.finish([plain, after, last]).graph).dependencies
-    assert check not in needed(dependencies, plain)
-    assert check in needed(dependencies, after)
-    assert alone in needed(dependencies, last), "it is about nothing else"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.fx as fx
-from generated_order import fake_gpu
+from generated_order import Generated, fake_gpu, stop
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -28,17 +28,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class _Generated(BaseException):
-    """Ends a compile with its code; not an Exception, which Inductor would wrap."""
-
-
 def generated_code(
     gm: fx.GraphModule, mode: FakeTensorMode, is_backward: bool, options: dict[str, Any]
 ) -> str:
     """Return the code of a graph on the CPU or on fake CUDA, under Inductor's ``options``."""
-
-    def stop(code: str) -> None:
-        raise _Generated(code)
 
     inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(v, torch.Tensor) and v.is_cuda for v in inputs)
@@ -50,7 +43,7 @@ def generated_code(
     ):
         try:
             compile_fx_inner(gm, inputs, is_backward=is_backward)
-        except _Generated as done:
+        except Generated as done:
             (code,) = done.args
     assert isinstance(code, str)
     return code

@@ -26,8 +26,12 @@ from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.pin_order import pin_order
 
 
-class _Generated(BaseException):
+class Generated(BaseException):
     """Ends a compile with its code; not an Exception, which Inductor would wrap."""
+
+
+def stop(code: str) -> None:
+    raise Generated(code)
 
 
 def orders(
@@ -61,7 +65,7 @@ def orders(
     ):
         try:
             compile_fx_inner(graph.gm, inputs, is_backward=graph.phase == "backward")
-        except _Generated as done:
+        except Generated as done:
             (code,) = done.args
     names = set(planned)
     return planned, [n for n in re.findall(r"# node: (\w+)", _inlined(code)) if n in names]
@@ -99,9 +103,6 @@ def _names_in_code() -> Iterator[None]:
 
     def comment(self: Any, wrapper: Any, kernel_name: str | None = None) -> None:
         wrapper.make_comment(f"# node: {lowered[self.operation_name]}")
-
-    def stop(code: str) -> None:
-        raise _Generated(code)
 
     with (
         mock.patch.object(GraphLowering, "run_node", run),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from random_graphs import Builder
 
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.fsdp.units import Units
@@ -18,7 +18,6 @@ from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 
 GROUP = "0"
-_MODE = FakeTensorMode()
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
@@ -26,42 +25,40 @@ _c10d = torch.ops._c10d_functional
 BLOCKS = Units.of([(f"layers.{number}",) for number in range(300)])
 
 
-class _Joint:
+class _Joint(Builder):
     """A joint graph under construction; ``tag`` is the phase that tracing would mark nodes with."""
 
     def __init__(self, ranks: int) -> None:
-        self.graph = fx.Graph()
+        super().__init__()
         self.ranks = ranks
         self.tag = "is_forward"
 
     def given(self, name: str, *shape: int) -> fx.Node:
-        node = self.graph.placeholder(name)
-        with _MODE:
-            node.meta = {"val": torch.empty(shape), "partitioner_tag": self.tag}
+        node = self.shaped(shape)
+        node.name, node.target = name, name
+        node.meta["partitioner_tag"] = self.tag
         return node
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        with _MODE:
-            value = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
-        node.meta = {"val": value, "partitioner_tag": self.tag}
+    def op(self, target: Any, *args: Any) -> fx.Node:
+        node = super().op(target, *args)
+        node.meta["partitioner_tag"] = self.tag
         return node
 
     def mm(self, x: fx.Node, y: fx.Node) -> fx.Node:
-        return self.call(_aten.mm.default, x, y)
+        return self.op(_aten.mm.default, x, y)
 
     def t(self, x: fx.Node) -> fx.Node:
-        return self.call(_aten.t.default, x)
+        return self.op(_aten.t.default, x)
 
     def gather(self, shard: fx.Node, fqn: str) -> fx.Node:
-        start = self.call(_c10d.all_gather_into_tensor.default, shard, self.ranks, GROUP)
+        start = self.op(_c10d.all_gather_into_tensor.default, shard, self.ranks, GROUP)
         set_tag(start, Tag("all_gather", (fqn,)))
-        return self.call(_c10d.wait_tensor.default, start)
+        return self.op(_c10d.wait_tensor.default, start)
 
     def scatter(self, full: fx.Node, fqn: str) -> fx.Node:
-        start = self.call(_c10d.reduce_scatter_tensor.default, full, "avg", self.ranks, GROUP)
+        start = self.op(_c10d.reduce_scatter_tensor.default, full, "avg", self.ranks, GROUP)
         set_tag(start, Tag("reduce_scatter", (fqn,)))
-        return self.call(_c10d.wait_tensor.default, start)
+        return self.op(_c10d.wait_tensor.default, start)
 
 
 def random_joint(
@@ -105,7 +102,7 @@ def random_joint(
             undo.append(("", x, square[k]))
             x = j.mm(x, square[k])
         if relu[k]:
-            x = j.call(_aten.relu.default, x)
+            x = j.op(_aten.relu.default, x)
             undo.append(("relu", x, x))
     loss = x
 
@@ -113,7 +110,7 @@ def random_joint(
     grad, gradients = tangent, {}
     for name, given, weight in reversed(undo):
         if name == "relu":
-            grad = j.call(_aten.threshold_backward.default, grad, given, 0)
+            grad = j.op(_aten.threshold_backward.default, grad, given, 0)
             continue
         if name:
             gradients[name] = j.scatter(j.mm(j.t(given), grad), name)

@@ -4,8 +4,7 @@ import operator
 
 import pytest
 import torch
-import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from random_graphs import Builder
 
 from torch_ext_bucketing.graph.fusion import fused
 from torch_ext_bucketing.planner.cost.cost import Costs
@@ -18,23 +17,15 @@ ROWS, COLUMNS = 64, 128
 FULL = 4 * ROWS * COLUMNS
 
 
-class Graph:
+class Graph(Builder):
     """A graph of fake tensors, on CUDA unless said otherwise."""
 
     def __init__(self, device="cuda"):
-        self.graph, self.device, self.mode = fx.Graph(), device, FakeTensorMode()
+        super().__init__()
+        self.device = device
 
     def input(self, *shape):
-        node = self.graph.placeholder("x")
-        with self.mode:
-            node.meta["val"] = torch.empty(shape or (ROWS, COLUMNS), device="cpu")
-        return node
-
-    def call(self, target, *args):
-        node = self.graph.call_function(target, args)
-        with self.mode:
-            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return node
+        return self.shaped(shape or (ROWS, COLUMNS))
 
     def kernels(self, *outputs, absent=()):
         """Return each kernel's nodes and bytes."""
@@ -54,72 +45,72 @@ def g():
 
 def test_chain_of_elementwise_operators_reads_and_writes_once(g):
     x = g.input()
-    last = g.call(aten.exp.default, g.call(aten.neg.default, g.call(aten.abs.default, x)))
+    last = g.op(aten.exp.default, g.op(aten.neg.default, g.op(aten.abs.default, x)))
     assert g.kernels(last) == [([last], 2 * FULL)]
 
 
 def test_views_are_free(g):
     x = g.input()
-    flat = g.call(aten.view.default, g.call(aten.neg.default, x), [ROWS * COLUMNS])
-    last = g.call(aten.exp.default, flat)
+    flat = g.op(aten.view.default, g.op(aten.neg.default, x), [ROWS * COLUMNS])
+    last = g.op(aten.exp.default, flat)
     assert g.kernels(last) == [([last], 2 * FULL)]
 
 
 def test_row_reduction_fuses_with_producers_and_consumers(g):
     x = g.input()
-    mean = g.call(aten.mean.dim, g.call(aten.mul.Tensor, x, x), [1], True)
-    last = g.call(aten.mul.Tensor, x, g.call(aten.rsqrt.default, mean))
+    mean = g.op(aten.mean.dim, g.op(aten.mul.Tensor, x, x), [1], True)
+    last = g.op(aten.mul.Tensor, x, g.op(aten.rsqrt.default, mean))
     assert g.kernels(last) == [([mean, last], 2 * FULL)]
 
 
 def test_another_iteration_space_is_another_kernel(g):
     x, y = g.input(), g.input(7)
-    both = [g.call(aten.neg.default, n) for n in (x, y)]
+    both = [g.op(aten.neg.default, n) for n in (x, y)]
     assert g.kernels(*both) == [([both[0]], 2 * FULL), ([both[1]], 2 * 28)]
 
 
 def test_readers_of_one_buffer_share_a_kernel(g):
     x = g.input()
-    both = [g.call(op, x) for op in (aten.neg.default, aten.exp.default)]
+    both = [g.op(op, x) for op in (aten.neg.default, aten.exp.default)]
     assert g.kernels(*both) == [(both, 3 * FULL)]
 
 
 def test_products_stand_alone_and_read_what_is_written(g):
     x, w = g.input(), g.input(COLUMNS, COLUMNS)
-    first = g.call(aten.neg.default, x)
-    product = g.call(aten.mm.default, first, w)
-    last = g.call(aten.exp.default, product)
+    first = g.op(aten.neg.default, x)
+    product = g.op(aten.mm.default, first, w)
+    last = g.op(aten.exp.default, product)
     assert g.kernels(last) == [([first], 2 * FULL), ([last], 2 * FULL)]
 
 
 def test_no_kernel_stands_before_and_after_a_product(g):
     x, w = g.input(), g.input(COLUMNS, COLUMNS)
-    first = g.call(aten.neg.default, x)
-    last = g.call(aten.add.Tensor, g.call(aten.mm.default, first, w), x)
+    first = g.op(aten.neg.default, x)
+    last = g.op(aten.add.Tensor, g.op(aten.mm.default, first, w), x)
     assert g.kernels(last) == [([first], 2 * FULL), ([last], 3 * FULL)]
 
 
 def test_value_of_few_reads_is_computed_again_in_each_kernel(g):
     x, w = g.input(), g.input(COLUMNS, COLUMNS)
-    cast = g.call(aten.neg.default, x)
-    product = g.call(aten.mm.default, g.call(aten.exp.default, cast), w)
-    last = g.call(aten.add.Tensor, product, cast)
+    cast = g.op(aten.neg.default, x)
+    product = g.op(aten.mm.default, g.op(aten.exp.default, cast), w)
+    last = g.op(aten.add.Tensor, product, cast)
     assert [nodes for nodes, _ in g.kernels(last)] == [[product.args[0]], [last]]
 
 
 def test_value_of_many_reads_is_written_for_its_readers(g):
     total = g.input()
     for _ in range(5):
-        total = g.call(aten.add.Tensor, total, g.input())
-    last = [g.call(op, total) for op in (aten.neg.default, aten.exp.default)]
+        total = g.op(aten.add.Tensor, total, g.input())
+    last = [g.op(op, total) for op in (aten.neg.default, aten.exp.default)]
     assert g.kernels(*last) == [([total, *last], 8 * FULL)]
 
 
 def test_sums_of_rows_and_of_columns_are_two_kernels(g):
     x, y = g.input(), g.input()
-    product = g.call(aten.mul.Tensor, x, y)
-    rows = g.call(aten.sum.dim_IntList, product, [1])
-    columns = g.call(aten.sum.dim_IntList, product, [0])
+    product = g.op(aten.mul.Tensor, x, y)
+    rows = g.op(aten.sum.dim_IntList, product, [1])
+    columns = g.op(aten.sum.dim_IntList, product, [0])
     found = [([rows], 2 * FULL + 4 * ROWS), ([columns], 2 * FULL + 4 * COLUMNS)]
     assert g.kernels(rows, columns) == found
 
@@ -127,8 +118,8 @@ def test_sums_of_rows_and_of_columns_are_two_kernels(g):
 @pytest.mark.parametrize(("device", "kernels"), [("cuda", 1), ("cpu", 3)])
 def test_concatenation_is_a_loop_per_input_on_the_cpu(device, kernels):
     g = Graph(device)
-    parts = [g.call(aten.neg.default, g.input()) for _ in range(2)]
-    last = g.call(aten.exp.default, g.call(aten.cat.default, parts))
+    parts = [g.op(aten.neg.default, g.input()) for _ in range(2)]
+    last = g.op(aten.exp.default, g.op(aten.cat.default, parts))
     found = g.kernels(last)
     assert len(found) == kernels
     assert sum(n for _, n in found) == (4 if kernels == 1 else 8) * FULL
@@ -136,31 +127,31 @@ def test_concatenation_is_a_loop_per_input_on_the_cpu(device, kernels):
 
 def test_long_concatenation_is_a_kernel_for_inputs_and_one_each_other_part(g):
     given, made = [g.input() for _ in range(5)], [g.input() for _ in range(5)]
-    parts = [g.call(aten.neg.default, n) for n in made]
-    last = g.call(aten.cat.default, [*given, *parts])
+    parts = [g.op(aten.neg.default, n) for n in made]
+    last = g.op(aten.cat.default, [*given, *parts])
     assert g.kernels(last) == [([last], 10 * FULL)] + 5 * [([last], 2 * FULL)]
 
 
 def test_readers_of_different_parts_are_kernels_of_their_own(g):
-    whole = g.call(aten.mm.default, g.input(), g.input(COLUMNS, COLUMNS))
-    parts = [g.call(aten.slice.Tensor, whole, 0, at, at + ROWS // 2) for at in (0, ROWS // 2)]
-    both = [g.call(aten.neg.default, part) for part in parts]
+    whole = g.op(aten.mm.default, g.input(), g.input(COLUMNS, COLUMNS))
+    parts = [g.op(aten.slice.Tensor, whole, 0, at, at + ROWS // 2) for at in (0, ROWS // 2)]
+    both = [g.op(aten.neg.default, part) for part in parts]
     assert g.kernels(*both) == [([n], FULL) for n in both]
 
 
 @pytest.mark.parametrize(("device", "kernels"), [("cuda", 1), ("cpu", 2)])
 def test_flat_producer_joins_no_reduction_on_the_cpu(device, kernels):
     g = Graph(device)
-    first = g.call(aten.neg.default, g.input())
-    last = g.call(aten.sum.dim_IntList, first, [1])
+    first = g.op(aten.neg.default, g.input())
+    last = g.op(aten.sum.dim_IntList, first, [1])
     assert len(g.kernels(first, last)) == kernels
 
 
 def test_embeddings_gradient_is_filled_then_added_to(g):
-    table = g.call(aten.full.default, [1000, COLUMNS], 0.0)
+    table = g.op(aten.full.default, [1000, COLUMNS], 0.0)
     values, places = g.input(), g.input(ROWS)
     places.meta["val"] = g.mode.from_tensor(torch.zeros(ROWS, dtype=torch.int64))
-    added = g.call(aten.index_put.default, table, [places], values, True)
+    added = g.op(aten.index_put.default, table, [places], values, True)
     whole, ids = 4 * 1000 * COLUMNS, 8 * ROWS
     assert g.kernels(added) == [([added], whole), ([added], 3 * FULL + ids)]
 
@@ -168,29 +159,29 @@ def test_embeddings_gradient_is_filled_then_added_to(g):
 def test_embedding_reads_no_more_than_it_returns(g):
     places = g.input(ROWS)
     places.meta["val"] = g.mode.from_tensor(torch.zeros(ROWS, dtype=torch.int64))
-    last = g.call(aten.embedding.default, g.input(1000, COLUMNS), places)
+    last = g.op(aten.embedding.default, g.input(1000, COLUMNS), places)
     assert g.kernels(last) == [([last], 2 * FULL + 8 * ROWS)]
 
 
 def test_nodes_that_differ_on_other_ranks_change_nothing(g):
     x = g.input()
-    last = g.call(aten.neg.default, x)
-    absent = {g.call(aten.exp.default, last), g.call(aten.exp.default, x)}
+    last = g.op(aten.neg.default, x)
+    absent = {g.op(aten.exp.default, last), g.op(aten.exp.default, x)}
     assert g.kernels(last, *absent, absent=absent) == [([last], 2 * FULL)]
 
 
 def test_getitem_of_a_call_is_a_buffer(g):
-    top = g.call(aten.topk.default, g.input(), 2)
+    top = g.op(aten.topk.default, g.input(), 2)
     values = g.graph.call_function(operator.getitem, (top, 0))
     values.meta["val"] = top.meta["val"][0]
-    last = g.call(aten.neg.default, values)
+    last = g.op(aten.neg.default, values)
     assert g.kernels(last) == [([last], 2 * 4 * ROWS * 2)]
 
 
 def test_times_of_a_kernel_are_divided_by_bytes(g):
     x = g.input()
-    mean = g.call(aten.mean.dim, g.call(aten.mul.Tensor, x, x), [1], True)
-    last = g.call(aten.mul.Tensor, x, mean)
+    mean = g.op(aten.mean.dim, g.op(aten.mul.Tensor, x, x), [1], True)
+    last = g.op(aten.mul.Tensor, x, mean)
     nodes = [n for n in g.graph.nodes if n.op == "call_function"]
     g.graph.output((last, mean))
     machine = Machine(bandwidth=1e9, kernel_ms=0.0, factors={"kernel": 2.0})
@@ -212,8 +203,8 @@ def test_backend_decides_unless_the_machine_is_given(given):
 
 
 def test_estimates_come_before_fused_times(g):
-    first = g.call(aten.neg.default, g.input())
-    last = g.call(aten.exp.default, first)
+    first = g.op(aten.neg.default, g.input())
+    last = g.op(aten.exp.default, first)
     g.graph.output(last)
     machine = Machine(fuses=True, estimate=lambda n, nbytes: 5.0 if n is first else None)
     assert Costs(machine).times([first, last])[0][0] == 5.0

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ext_bucketing.step.owners import (
-    BALANCED,
     Matrix,
     Piece,
     Rectangle,
@@ -45,20 +44,6 @@ def test_owners_are_balanced(costs, ranks):
     assert owners == choose_owners(costs, [0] * ranks)
     if len(costs) <= ranks:
         assert len(set(owners)) == len(costs)
-
-
-@given(st.integers(1, 30), st.integers(1, 6), st.data())
-def test_matrices_stay_home_as_far_as_that_is_balanced(layers, ranks, data):
-    homes = [[rank] for _ in range(layers) for rank in range(ranks)]
-    assert [[o] for o in choose_owners([5] * len(homes), [0] * ranks, homes)] == homes
-    loads = [0] * ranks
-    choose_owners([5] * len(homes), loads, [[0]] * len(homes))
-    assert max(loads) <= max(BALANCED * layers * 5, min(loads) + 5)
-    loads = data.draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
-    home = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
-    least = min(home, key=lambda r: (loads[r], r))
-    if (loads[least] + 3) * ranks <= BALANCED * (sum(loads) + 3):
-        assert choose_owners([3], loads, [home]) == [least]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=1), st.integers(1, 4))
