@@ -88,7 +88,7 @@ def _compared(
 @pytest.mark.parametrize(
     "names",
     [
-        ("uneven", "planes, kept"),
+        ("uneven",),
         pytest.param(tuple(CASES), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],

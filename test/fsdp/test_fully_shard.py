@@ -31,7 +31,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("ranks", "programs", "tensor"),
     [
-        (2, 16, 1),
+        (2, 10, 1),
         (4, 4, 1),
         (4, 10, 2),
         pytest.param(2, 100, 1, marks=pytest.mark.slow),

@@ -162,7 +162,7 @@ def _recipe(rank):
     log = logging.getLogger("torch_ext_bucketing")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    model = data_parallel(small_transformer(), init_device_mesh("cpu", (2,)))
+    model = data_parallel(small_transformer(layers=1), init_device_mesh("cpu", (2,)))
     passes = teb.recipe(model, "speed", memory=teb.PeakMemory(ratio=0.5))
     backend = teb.backend("aot_eager", passes, model=model, check_recompute=True)
     compiled = torch.compile(model, backend=backend)
@@ -174,7 +174,7 @@ def _recipe(rank):
 def test_nothing_is_found_under_a_recipe():
     for logs in on_ranks(_recipe):
         assert len(logs) == 1
-        assert int(logs[0].split(" all ")[1].split()[0]) > 20
+        assert int(logs[0].split(" all ")[1].split()[0]) > 10
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_host_memory_is_used_where_it_helps_and_within_its_bound(fake_world):
         plain = KeepPlanner(partitioned)
         least = plain.choose(0).peak_bytes
         most = plain.scheduled(plain.candidates, 2**62).peak_bytes
-        for share in (-0.2, 0.2, 0.5, 0.8):
+        for share in (-0.2, 0.5):
             limit = int(least + share * (most - least))
             for host in (2**13, 2**30):
                 planner = KeepPlanner(partitioned, host_bytes=host)
@@ -189,7 +189,7 @@ def test_bad_arguments(fake_world):
 
 
 def _beside_eager(rank, ratio):
-    mesh, tokens = init_device_mesh("cpu", (4,)), tokens_of(rank, 37, 2, 8)
+    mesh, tokens = init_device_mesh("cpu", (2,)), tokens_of(rank, 37, 2, 8)
     dtypes, names = (torch.bfloat16, torch.float32), ["blocks.0", "blocks.1", ""]
     torch.manual_seed(0)
     eager = eager_fsdp2(small_transformer(), names, mesh, *dtypes)
@@ -199,7 +199,7 @@ def _beside_eager(rank, ratio):
     order = teb.FSDPParamOrder.from_model(model, names)
     teb.data_parallel(model, mesh, param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     # A link that is as fast as memory, so that parking pays for values of a few KiB.
-    machine = teb.Machine(host_bandwidth=1e15, kernel_ms=0.0, bandwidth=1e10, ranks_per_node=4)
+    machine = teb.Machine(host_bandwidth=1e15, kernel_ms=0.0, bandwidth=1e10, ranks_per_node=2)
     memory = teb.PeakMemory(ratio=ratio, host_gib=1)
     reshard = teb.ReshardAfterForward("auto", memory=memory, activations=True, machine=machine)
     passes = [teb.MatchFSDP2(), reshard, teb.BucketByUnit(order)]
@@ -215,7 +215,7 @@ def _beside_eager(rank, ratio):
 @pytest.mark.parametrize("ratio", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_bits_of_eager(ratio):
     parked = []
-    for expected, found, nbytes in on_ranks(_beside_eager, ratio, world=4):
+    for expected, found, nbytes in on_ranks(_beside_eager, ratio):
         assert found == expected
         parked.append(nbytes)
     assert parked[0] > 0

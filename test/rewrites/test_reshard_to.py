@@ -339,7 +339,7 @@ def _beside_eager(rank, memory):
     ("memory", "again"),
     [
         (None, {2: 2}),
-        (teb.PeakMemory(ratio=0.9), {2: 1}),
+        pytest.param(teb.PeakMemory(ratio=0.9), {2: 1}, marks=pytest.mark.slow),
         pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=pytest.mark.slow),
     ],
     ids=["given", "0.9", "9.0"],

@@ -123,13 +123,17 @@ def test_a_rank_that_dies_ends_all(how, text):
     assert not _wait_gone(pids, 1.0)
 
 
-@pytest.mark.usefixtures("start")
-def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
+# Spawned ranks need time to import torch on a busy machine before they hang.
+@pytest.mark.parametrize(
+    ("start", "limit"),
+    [pytest.param("spawn", 12, marks=pytest.mark.slow), ("forkserver", 4)],
+    indirect=["start"],
+)
+def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing(start, limit):
     pids: list[int] = []
     with pytest.raises(RanksTimedOut) as caught:
-        # Spawned ranks need time to import torch on a busy machine before they hang.
-        run_ranks(hang_in_here, 2, timeout_s=12, on_message=lambda rank, both: pids.extend(both))
-    assert "time limit of 12 s" in str(caught.value)
+        run_ranks(hang_in_here, 2, timeout_s=limit, on_message=lambda rank, both: pids.extend(both))
+    assert f"time limit of {limit} s" in str(caught.value)
     assert "hang_in_here" in str(caught.value)
     assert len(pids) == 4
     assert not _wait_gone(pids, 1.0)

@@ -129,7 +129,7 @@ def _raising_backend(gm, inputs, **kwargs):
 def _stops(rank, how):
     with gloo(rank) as mesh:
         training = Training(rank, mesh, reduce=None)
-        timeout = timedelta(seconds=3 if how == "late" else 60)
+        timeout = timedelta(seconds=2 if how == "late" else 60)
         given = dict(training.candidates)
         if how == "compile" and rank.rank == 1:
             given["no buckets"] = _raising_backend
@@ -148,7 +148,7 @@ def _stops(rank, how):
         try:
             if rank.rank == 1:
                 if how == "late":
-                    time.sleep(6)
+                    time.sleep(4)
                 step(fail if how == "raise" else lambda: None)
             else:
                 step()
@@ -169,7 +169,7 @@ def test_a_rank_that_fails_before_the_optimizer_stops_all_with_the_weights_of_be
 
 def test_a_late_rank_is_named_on_every_rank():
     for text, candidate, ranks, _ in run_ranks(_stops, 2, "late", timeout_s=200):
-        assert text == "candidate 'no buckets': rank 1 did not come to the step in 3 s"
+        assert text == "candidate 'no buckets': rank 1 did not come to the step in 2 s"
         assert (candidate, ranks) == ("no buckets", (1,))
 
 
@@ -219,7 +219,8 @@ def _ends(rank, folder):
             raise
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_killed_rank_is_named_and_no_other_has_changed_a_weight(ranks, tmp_path):
     # run_ranks gives the others half a second once one has died, so they are started by hand.
     killed = ranks - 1
