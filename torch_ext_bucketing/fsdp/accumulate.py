@@ -33,7 +33,7 @@ class _ReduceLate(torch.autograd.Function):
 
 
 class ReduceOnce:
-    """Reduces the gradients of several backwards once, for gradient accumulation.
+    """Reduce the gradients of several backwards once, for gradient accumulation.
 
     Eager FSDP2 does so with ``set_requires_gradient_sync(False)``::
 
@@ -59,9 +59,6 @@ class ReduceOnce:
         gather_once: gather every parameter on entering, not in each microbatch, like eager FSDP2's
             ``set_reshard_after_backward(False)``. Takes a full copy of every parameter until the
             end of the block, and later writes to parameters are not visible in it.
-
-    Raises:
-        ValueError: :func:`data_parallel` did not shard ``model``.
     """
 
     def __init__(

@@ -36,11 +36,8 @@ def extends_gather(tensor: torch.Tensor) -> bool:
 class Extension:
     """The all-gather extension of one parameter, sharded on dim 0 over a 1-D mesh.
 
-    Raises:
-        TypeError: the class has one method without the other, or does not follow FSDP2's protocol.
-        ValueError: the full parameter has a wrong shape, or gathered tensors have other shapes on
-            other ranks.
-        RuntimeError: a method of the class raised.
+    A class that does not follow FSDP2's protocol is a ``TypeError``, wrong or unequal shapes on the
+    ranks are a ``ValueError``, and its own errors are chained to a ``RuntimeError``.
     """
 
     def __init__(

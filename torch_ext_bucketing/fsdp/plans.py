@@ -37,14 +37,9 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
         "layers.[0-1]+layers.[2-3]"     one unit of four layers
         "encoder_layer_[0-11]"          works inside a component
 
-    A module must exist for every number of a range. A ``*`` skips modules without parameters. Names
-    may contain wrappers' names, which are dropped (``fqns.canonical_fqn``).
-
-    Raises:
-        TypeError: ``modules`` is a string, or an entry is neither a string nor a list of strings.
-        ValueError: an empty plan or unit, a name that matches nothing, a range that is reversed or
-            malformed, a module in two units, a unit inside an earlier one (inner modules come
-            first, as with ``fully_shard``), or one without parameters.
+    A module must exist for every number of a range. A ``*`` skips modules without parameters. Inner
+    modules come first, as with ``fully_shard``, and each module is in one unit. Names may contain
+    wrappers' names, which are dropped (``fqns.canonical_fqn``).
     """
     if isinstance(modules, str) or not isinstance(modules, Sequence):
         raise TypeError(f"modules must be a list of names, got {modules!r}")
@@ -134,19 +129,19 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     plain ``Sequential``s must also have equal parameter names, and a child that can't be called (a
     ``ModuleList``) is not a block. Among several lists:
 
-    * The outermost one wins, so lists of experts or heads inside blocks are not block lists.
-    * The children of a list are stages, not blocks (Swin), if in each of them inner block lists
+    * The outermost one wins, so lists of experts or heads inside blocks are not block lists. * The
+    children of a list are stages, not blocks (Swin), if in each of them inner block lists
       hold more than two thirds of the parameters. Inner blocks must have children with children,
       and not be named experts.
-    * Lists of leaf modules (``Linear``) only count if no list has composite ones.
-    * A ``ModuleList`` or ``ModuleDict`` with one composite child counts if nothing outside it is
+    * Lists of leaf modules (``Linear``) only count if no list has composite ones. * A
+    ``ModuleList`` or ``ModuleDict`` with one composite child counts if nothing outside it is
       repeated. Further lists of modules of a block's class count at any length (multi-token
       prediction).
 
     **The rest** follows torchtitan's ``apply_fsdp`` (llama3) and ``apply_fsdp_to_decoder`` (0.3):
 
-    1. Each module registered before the first block list is a unit: ``tok_embeddings``.
-    2. Each block is a unit, in order. Modules between two block lists form one unit there, but
+    1. Each module registered before the first block list is a unit: ``tok_embeddings``. 2. Each
+    block is a unit, in order. Modules between two block lists form one unit there, but
        embeddings one each.
     3. The modules after the last block list form one unit: ``[norm, output]``. It includes a head
        and a final norm that are registered before the blocks. A ``Linear`` with the weight shape of
@@ -158,14 +153,11 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     requires: ``[tok_embeddings, norm, output]``. Units are in the order of use, for prefetching.
 
     Args:
-        model: the model, on any device, wrapped or not.
+        model: the model, on any device, wrapped or not. No blocks are a ``ValueError``.
         moe_experts: make the routed experts of each block a unit, before the block's, as trainers
             do if experts have another mesh. True finds the outermost module inside the block whose
             name contains "experts" but not "shared"; a string is that name. The unit is the
             innermost child that holds all its parameters (``moe.routed_experts.inner_experts``).
-
-    Raises:
-        ValueError: no parameters, no blocks, or ``moe_experts`` without experts in any block.
     """
     check_argument("model", model, nn.Module)
     if not any(True for _ in model.parameters()):

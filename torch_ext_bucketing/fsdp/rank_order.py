@@ -26,14 +26,9 @@ def sum_in_rank_order(
 ) -> torch.Tensor:
     """Add the ranks' parts, ``((p0 + p1) + p2) + ...``, and round once.
 
-    Args:
-        received: the parts of all ranks, one after the other, [ranks * n] in floating point.
-        ranks: number of ranks.
-        accumulate: dtype of the additions, unless the parts' own is wider.
-        average: multiply the sum by ``1 / ranks`` before it is rounded.
-
-    Returns:
-        The sum, [n] in the dtype of ``received``, in new memory.
+    ``received`` has the parts one after the other, [ranks * n] in floating point. They are added in
+    ``accumulate``, unless their own dtype is wider, and with ``average`` multiplied by ``1 /
+    ranks``. The sum is [n] in the dtype of ``received``, in new memory.
     """
     wire = received.dtype
     first, *others = received.view(ranks, received.numel() // ranks).unbind()
@@ -61,12 +56,10 @@ SUM = torch.ops.torch_ext_bucketing.sum_in_rank_order.default
 
 
 def steps_of(kind: Kind, ranks: int, fixed_size: bool = True) -> tuple[str, ...]:
-    """Return the collectives that replace a reduction; the sum follows the first one.
-
-    For an all-reduce, each rank either adds its own part, which is then gathered, or gathers all
-    inputs and adds everything. With two ranks both move the same bytes. Without a fixed size,
-    dividing into parts takes too many nodes.
-    """
+    """Return the collectives that replace a reduction; the sum follows the first one."""
+    # For an all-reduce, each rank either adds its own part, which is then gathered, or gathers all
+    # inputs and adds everything. With two ranks both move the same bytes. Without a fixed size,
+    # dividing into parts takes too many nodes.
     if kind == "reduce_scatter":
         return ("all_to_all",)
     return ("all_gather",) if ranks == 2 or not fixed_size else ("all_to_all", "all_gather")
@@ -84,16 +77,11 @@ class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
 
     Gradients then equal those of a model compiled with :class:`.FixedOrderReduce`, bit for bit, for
     any units and byte caps. A rank receives as many bytes as it sends, the size of the unit's
-    packed gradients, and holds both while it adds.
+    packed gradients, and holds both while it adds. ``accumulate`` is the dtype of the sums,
+    ``torch.float32`` or ``torch.float64``.
 
     With hybrid sharding FSDP2 all-reduces over the replicas itself. With two replicas that gives
     the same bits in any order; for more replicas see :class:`AllToAllAllReduce`.
-
-    Args:
-        accumulate: dtype of the sums, ``torch.float32`` or ``torch.float64``.
-
-    Raises:
-        ValueError: another dtype.
     """
 
     def __init__(self, accumulate: torch.dtype = torch.float32) -> None:
@@ -107,15 +95,9 @@ class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce-scatter into ``output_tensor``, on the current stream.
+        """Reduce-scatter [ranks * n], rank by rank, into ``output_tensor`` [n].
 
-        Args:
-            output_tensor: [n].
-            input_tensor: [ranks * n], rank by rank, in the same floating-point dtype.
-
-        Raises:
-            ValueError: ``op`` is neither a sum nor an average, ``async_op``, or wrong dtypes.
-                Nothing was sent.
+        Both have one floating-point dtype. Work runs on the current stream. A ``ValueError`` comes before anything is sent.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
@@ -151,13 +133,7 @@ class AllToAllAllReduce:
             module.set_all_reduce_hook(average)
 
     All replicas must start with the same weights. The hook runs after every backward.
-
-    Args:
-        group: process group of the replicas.
-        accumulate: dtype of the sums; see :class:`AllToAllReduceScatter`.
-
-    Raises:
-        ValueError: another dtype.
+    ``accumulate``: see :class:`AllToAllReduceScatter`.
     """
 
     def __init__(self, group: dist.ProcessGroup, accumulate: torch.dtype = torch.float32) -> None:

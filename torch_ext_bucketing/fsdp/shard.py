@@ -53,7 +53,7 @@ def data_parallel(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Shard or replicate every parameter of ``model``, in place.
+    """Shard or replicate every parameter of ``model``, in place, and return ``model``.
 
     Modules may share parameters. ``named_parameters()`` and ``state_dict()`` return the shards
     (``DTensor``) under the former names, so checkpoints are compatible with eager FSDP2's. Reading
@@ -62,26 +62,18 @@ def data_parallel(
     which are also the ones to freeze. Each module's class becomes a subclass, as with
     ``fully_shard``. Parametrizations (``torch.nn.utils.parametrize``) get the gathered parameter.
     Parameters with FSDP2 all-gather extensions are gathered by these (:mod:`.fsdp.extensions`),
-    except by ``"replicate"``.
+    except by ``"replicate"``. An error leaves the model unchanged.
 
     Args:
         model: has its parameters on the mesh's device. Rank 0's values are distributed. Each rank
-            shards its part of a ``DTensor`` of tensor parallelism.
+            shards its part of a ``DTensor`` of tensor parallelism, on other dimensions of the same
+            mesh.
         mesh: 1-D; for ``"hybrid_shard"`` 2-D, replicas first, then shards.
         mode: shard every parameter on dim 0, do so within each group of replicas, or keep whole
             copies (DDP).
         param_dtype: dtype of the gathered parameters; None keeps each parameter's own.
         reduce_dtype: dtype of the reductions; None does as the running torch's eager FSDP2: the
             parameter's dtype from 2.15 on, the gradient's before.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError: ``mesh`` or a dtype has the wrong type, or see :class:`.Extension`.
-        ValueError: an unknown mode, a wrong number of mesh dimensions, a ``DTensor`` that is not on
-            other dimensions of the same mesh, or a scalar to be sharded; or see
-            :class:`.Extension`. The model is unchanged then.
     """
     if mode not in ("fully_shard", "hybrid_shard", "replicate"):
         raise ValueError(f"mode must be 'fully_shard', 'hybrid_shard' or 'replicate', got {mode!r}")
@@ -104,22 +96,16 @@ def data_parallel(
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a parameter, and the dtypes that it travels in.
+    """How ranks share a parameter, and the dtypes that it travels in."""
 
-    Attributes:
-        mesh: of 1 or 2 dimensions.
-        shard_dim: the mesh dimension of the shards; None: whole copies.
-        replica_dim: the mesh dimension of the replicas, or None.
-        dim: the tensor's dimension that is sharded. Other than 0 it is divisible by the shards.
-        param_dtype: dtype of the gathered parameter, if it has floating point; None: its own.
-        reduce_dtype: dtype of the reduction; None: see :func:`data_parallel`.
-    """
-
-    mesh: DeviceMesh
-    shard_dim: int | None
-    replica_dim: int | None = None
+    mesh: DeviceMesh  # of 1 or 2 dimensions
+    shard_dim: int | None  # the mesh dimension of the shards; None: whole copies
+    replica_dim: int | None = None  # the mesh dimension of the replicas, or None
+    # The tensor's dimension that is sharded. Other than 0 it is divisible by the shards.
     dim: int = 0
+    # Dtype of the gathered parameter, if it has floating point; None: its own.
     param_dtype: torch.dtype | None = None
+    # Dtype of the reduction; None: see :func:`data_parallel`.
     reduce_dtype: torch.dtype | None = None
 
     @property
@@ -146,7 +132,7 @@ class Layout:
             raise ValueError(f"parameter {name} {error}") from error
 
     def extension(self, name: str, param: torch.Tensor, module: nn.Module) -> Extension:
-        """Return a parameter's all-gather extension; see :class:`.Extension` for errors."""
+        """Return a parameter's all-gather extension."""
         mesh = self.mesh
         assert self.shard_dim is not None
         if self.dim:
@@ -170,13 +156,9 @@ def distribute_parameters(
 ) -> None:
     """Replace parameters below ``roots`` by shards that are gathered when they are read.
 
-    Args:
-        roots: modules. Other parameters in them stay.
-        layouts: the parameters to shard.
-        from_first: distribute the values of rank 0; otherwise each rank takes its part of its own
-            values, as ``fully_shard`` does.
-        gate: a :class:`.Unit`, or None. Until ``gate.running``, reading a parameter outside of a
-            compile returns the shard.
+    With ``from_first`` the values are those of rank 0; otherwise each rank takes its part of its
+    own values, as ``fully_shard`` does. Until ``gate.running`` of a :class:`.Unit`, reading a
+    parameter outside of a compile returns the shard.
     """
     torch.compiler.allow_in_graph(attach)
     places = [place for root in roots for place in parameters_by_name(root)]
@@ -201,10 +183,8 @@ def distribute_parameters(
 
 
 def change_class(module: nn.Module, *bases: type) -> None:
-    """Give a module a subclass of its class that gathers the sharded parameters and has ``bases``.
-
-    Modules of one class share the subclass, and so the compiled code.
-    """
+    """Give a module a subclass of its class with ``bases`` that gathers sharded parameters."""
+    # Modules of one class share the subclass, and so the compiled code.
     cls: Any = type(module)
     plain, known = getattr(cls, "_plain_class", (cls, ()))
     names = tuple(module.__dict__.get("_unshards", ()))
@@ -212,10 +192,8 @@ def change_class(module: nn.Module, *bases: type) -> None:
 
 
 def ignored_extensions(model: nn.Module) -> dict[str, str]:
-    """Map parameters to their classes, where the model's sharding ignores all-gather extensions.
-
-    :func:`data_parallel` calls them, other SimpleFSDPs do not.
-    """
+    """Map parameters to their classes, where the model's sharding ignores all-gather extensions."""
+    # `data_parallel` calls them, other SimpleFSDPs do not.
     ignored = {}
     for path, module in model.named_modules():
         unshards = module.__dict__.get("_unshards", {})
@@ -312,10 +290,8 @@ class Unshard:
 
 
 def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
-    """Return whether FSDP2 reduces gradients without rounding them to the parameter's ``dtype``.
-
-    An example is the fp32 gradient of a norm's weight in bf16 that was multiplied with fp32.
-    """
+    """Return whether FSDP2 reduces gradients without rounding them to the parameter's ``dtype``."""
+    # Such as the fp32 gradient of a norm's weight in bf16 that was multiplied with fp32.
     return KEEPS_WIDE_GRADIENTS and bool(
         reduce_dtype
         and reduce_dtype.is_floating_point
@@ -360,12 +336,10 @@ def reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
 def _division(
     dtype: torch.dtype, shards: int, ranks: int, factor: float | None, only_sums: bool
 ) -> tuple[float, str, str, float]:
-    """Return a divisor before the reduction, the ops over shards and replicas, a divisor after.
-
-    They are eager FSDP2's (``_get_gradient_divide_factors``, torch 2.11 to 2.15): the process group
-    averages float32 and bfloat16. Other dtypes, which overflow sooner, are divided by about the
-    root of ``factor`` before the sum, and by the rest after it.
-    """
+    """Return a divisor before the reduction, the ops over shards and replicas, a divisor after."""
+    # As in eager FSDP2 (``_get_gradient_divide_factors``, torch 2.11 to 2.15) the process group
+    # averages float32 and bfloat16. Other dtypes, which overflow sooner, are divided by about the
+    # root of ``factor`` before the sum, and by the rest after it.
     overflows = dtype not in (torch.float32, torch.bfloat16)
     if not overflows and not only_sums:
         if factor is None:
@@ -380,12 +354,10 @@ def _division(
 
 @functools.cache
 def _gathering_class(cls: Any, names: tuple[str, ...], bases: tuple[type, ...]) -> Any:
-    """Create a subclass of ``cls`` that gathers parameters when they are read as attributes.
+    """Create a subclass of ``cls`` that gathers parameters when they are read as attributes."""
 
-    They stay in ``module._parameters``, which ``named_parameters()``, ``state_dict()`` and
-    optimizers read.
-    """
-
+    # Shards stay in ``module._parameters``, which ``named_parameters()``, ``state_dict()`` and
+    # optimizers read.
     def read(module: Any, name: str) -> torch.Tensor:
         sharded = module._parameters.get(name)
         if sharded is None:  # set to None or deleted; nn.Module handles the error
@@ -416,11 +388,9 @@ def _gathering_class(cls: Any, names: tuple[str, ...], bases: tuple[type, ...]) 
 
 
 def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDict:
-    """Return the parametrizations of a module, for ``register_parametrization`` to append to.
-
-    Every sharded parameter has an entry, even without a parametrization. An appended one gets the
-    gathered tensor. The entries become a part of the module with the first one appended.
-    """
+    """Return the parametrizations of a module, for ``register_parametrization`` to append to."""
+    # Every sharded parameter has an entry, even without a parametrization. An appended one gets the
+    # gathered tensor. The entries become a part of the module with the first one appended.
     steps = nn.ModuleDict(module._modules.get("parametrizations"))  # type: ignore[arg-type]
     for name in names:
         if name not in steps:
@@ -444,10 +414,7 @@ class _Steps(nn.ModuleList):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the full parameter, or returns a given one; with ``inner``, as part of a ``DTensor``.
-
-    Backward reduces its gradient, or passes it on to ``unreduced`` as it is.
-    """
+    """Gather the full parameter, or return a given one; ``inner``: as part of a ``DTensor``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -481,7 +448,7 @@ class _Gather(torch.autograd.Function):
             # Since 2.15 the gradient has the reduction's dtype by then (`unsharded_grad_dtype`).
             dtype = ctx.reduction[0] if REDUCES_BY_GRAD_DTYPE else None
             grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.inner[1]).to_local()
-        if ctx.unreduced_dtype is not None:
+        if ctx.unreduced_dtype is not None:  # passed on to the leaf of a `ReduceOnce`
             return None, grad.to(ctx.unreduced_dtype), None, None, None
         return reduced(grad, ctx.reduction).to(ctx.dtype), None, None, None, None
 
@@ -500,11 +467,7 @@ _attach_by_mesh: dict[Any, tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
 
 
 def _attach_on(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
-    """Return :func:`attach` for this rank's part of a ``DTensor`` on a mesh.
-
-    Parameters share one function, as Dynamo guards on it. It has the mesh, which can't be an
-    argument of a node in Dynamo's graph.
-    """
+    """Return :func:`attach` for this rank's part of a ``DTensor`` on a mesh."""
 
     def attach_part(
         shard: torch.Tensor,
@@ -518,7 +481,8 @@ def _attach_on(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Callable[..., t
         attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, inner)
         return attached
 
-    # Not by the mesh itself: one made later, for new process groups, is equal.
+    # Parameters share one function, as Dynamo guards on it. It has the mesh, which can't be an
+    # argument of a node in Dynamo's graph. Not by the mesh itself: one made later, for new process groups, is equal.
     key = (id(mesh), placements)
     if key not in _attach_by_mesh:
         _attach_by_mesh[key] = (mesh, torch.compiler.allow_in_graph(attach_part))

@@ -154,14 +154,6 @@ def tag_joint_graph(
             from the input's index (``PlainAOTInput.idx``). ``ParamAOTInput`` has the FQN itself.
         grad_fqns: for graphs without descriptors: per flattened output, the FQN of the parameter
             whose gradient it is, or None.
-
-    Returns:
-        The collectives with a tag, in graph order.
-
-    Raises:
-        TypeError: ``fqn_of`` or ``grad_fqns`` has values other than strings and None.
-        ValueError: the number of descriptors, or of ``grad_fqns``, is not that of the flattened
-            outputs. The graph is unchanged then.
     """
     graph = graph_of(gm)
     nodes = list(graph.nodes)
@@ -200,10 +192,8 @@ def named_inputs(graph: fx.Graph, fqn_of: FqnOf | None) -> dict[str, fx.Node]:
 def gradients_of(
     graph: fx.Graph, fqn_of: FqnOf | None, grad_fqns: Sequence[str | None] | None = None
 ) -> list[tuple[fx.Node, str]]:
-    """List the outputs that are gradients of named parameters; see :func:`tag_joint_graph`.
-
-    Of a gradient that is several values, such as a shard and its mesh, these are the tensors.
-    """
+    """List the outputs that are gradients of named parameters; see :func:`tag_joint_graph`."""
+    # A gradient may be several values, such as a shard and its mesh: take the tensors.
     outputs = _gradient_outputs(list(graph.nodes), fqn_of, grad_fqns)
     return [(n, fqn) for n, fqn in outputs if isinstance(n.meta.get("val"), torch.Tensor)]
 
@@ -253,10 +243,8 @@ def _gradients_ahead(
     inputs: Mapping[fx.Node, str | None],
     outputs: Iterable[tuple[fx.Node, str]],
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Map nodes to the parameters whose gradient they become, in the order of the inputs.
-
-    Only collectives, moves, sums and scaling stand between.
-    """
+    """Map nodes to the parameters whose gradient they become, in the order of the inputs."""
+    # Only collectives, moves, sums and scaling stand between.
     ahead: dict[fx.Node, dict[str, None]] = {}
     for value, fqn in outputs:
         ahead.setdefault(value, {})[fqn] = None

@@ -57,10 +57,8 @@ def register_input_nodes(modules: Iterable[nn.Module]) -> None:
 
 
 def run_first(module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Register a forward pre-hook that runs before all others, but after casts of inputs.
-
-    Eager FSDP2 casts first, which decides the order of a repeated input's gradients.
-    """
+    """Register a forward pre-hook that runs before all others, but after casts of inputs."""
+    # Eager FSDP2 casts first, which decides the order of a repeated input's gradients.
     module.register_forward_pre_hook(hook, with_kwargs=True)
     hooks = module._forward_pre_hooks
     *before, added = hooks.items()
@@ -117,7 +115,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _tensors(value: Any, wanted: Callable[[Any], bool | None]) -> list[torch.Tensor]:
-    """List the wanted tensors in nested containers; ``wanted`` is None for what to look into."""
+    """List the wanted tensors in nested containers; ``wanted`` is None for containers."""
     answer = wanted(value)
     if answer is None:
         return [tensor for item in _items(value) for tensor in _tensors(item, wanted)]

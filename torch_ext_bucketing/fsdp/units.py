@@ -44,13 +44,9 @@ class Units:
     Args:
         units: per unit the FQNs of parameters or modules, or one FQN. A module's name covers the
             parameters below it, unless a longer name covers them; ``""`` is the root. Wrappers'
-            names in FQNs are dropped.
+            names in FQNs are dropped. Each name is in one unit.
         aliases: ``(other FQN, FQN in units)`` of shared parameters.
         made_by: the code that created the units, for their ``repr``.
-
-    Raises:
-        TypeError: the units are not a list of names or of lists of names.
-        ValueError: one name in two units.
     """
 
     units: tuple[tuple[str, ...], ...] = ()
@@ -163,13 +159,7 @@ def _calls(units: object) -> tuple[tuple[str, ...], ...]:
 def find_units(
     model: nn.Module, units: Iterable[str | Sequence[str]]
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
-    """Yield each unit's names and modules, in the order of the ``fully_shard`` calls.
-
-    Raises:
-        TypeError: see :class:`Units`.
-        ValueError: no units, an empty unit, an unknown name, or a module that is listed twice or
-            lies in an earlier unit.
-    """
+    """Yield each unit's names and modules, in the order of the ``fully_shard`` calls."""
     check_argument("model", model, nn.Module)
     known = canonical_modules(model)
     unit_of: dict[nn.Module, str] = {}
@@ -202,11 +192,9 @@ def find_units(
 def modules_with_input_nodes(
     model: nn.Module, units: Iterable[str | Sequence[str]]
 ) -> dict[str, nn.Module]:
-    """Map FQNs to the modules whose inputs get autograd nodes: the first of each unit.
-
-    Units without parameters of their own have none. Eager FSDP2 chooses the same module if a unit's
-    modules are called in the order of the unit.
-    """
+    """Map FQNs to the modules whose inputs get autograd nodes: the first of each unit."""
+    # Units without parameters of their own have none. Eager FSDP2 chooses the same module if a
+    # unit's modules are called in the order of the unit.
     held: set[nn.Parameter] = set()
     first = {}
     for names, modules in find_units(model, units):
@@ -254,10 +242,6 @@ class FSDPParamOrder(Units, CustomPassBase):
 
     A shared parameter is in one payload, where FSDP2 first visits it, under its name in
     ``model.named_parameters()`` (FSDP2's ``_param_fqn``). Its other names are ``aliases``.
-
-    Raises:
-        TypeError: a payload or an FQN has the wrong type.
-        ValueError: no parameter at all, an empty payload, or one FQN twice.
     """
 
     reduce_units: tuple[tuple[str, ...], ...] = ()
@@ -302,16 +286,10 @@ class FSDPParamOrder(Units, CustomPassBase):
         *,
         aliases: Mapping[str, str] | None = None,
     ) -> FSDPParamOrder:
-        """Create an order from FQNs.
+        """Create an order from payloads, each a list of parameter FQNs, or from one such list.
 
-        Args:
-            fqns: a list of payloads, each a list of parameter FQNs, or a flat list for one payload.
-                Wrappers' names in them are dropped (``fqns.canonical_fqn``).
-            aliases: maps other FQNs of shared parameters to their FQNs in ``fqns``.
-
-        Raises:
-            TypeError: ``fqns`` or ``aliases`` has the wrong type, or mixes FQNs and lists.
-            ValueError: see the class.
+        Wrappers' names are dropped (``fqns.canonical_fqn``). ``aliases`` maps other FQNs of shared
+        parameters to their FQNs in ``fqns``.
         """
         if isinstance(fqns, str):
             raise TypeError(
@@ -349,7 +327,6 @@ class FSDPParamOrder(Units, CustomPassBase):
         Parameters are not read, so they may be on the meta device or parametrized.
 
         Args:
-            model: the model, wrapped or not.
             units: in the order of the ``fully_shard`` calls (inner modules first), each a module
                 FQN or a list of the FQNs that share one call. ``""``, the default, is ``model``.
                 Parameters outside all units are in no payload.
@@ -357,11 +334,6 @@ class FSDPParamOrder(Units, CustomPassBase):
             group_key: splits units like a ``shard_placement_fn`` with several meshes. Maps an FQN
                 and its parameter to a hashable key for the mesh. Each key is a payload, in order of
                 first appearance.
-
-        Raises:
-            TypeError: ``units`` is a string, or an item is neither a string nor a list of strings.
-            ValueError: no units or no parameters in them, an unknown FQN, a module in two units, or
-                a unit inside an earlier one.
         """
         calls = list(find_units(model, units))
         names = parameter_names(model)
@@ -410,10 +382,6 @@ class FSDPParamOrder(Units, CustomPassBase):
         """Read the order from a model that ``fully_shard`` was applied to, FSDP2's or ours.
 
         Works before and after the first forward. FQNs are relative to ``model``.
-
-        Raises:
-            ValueError: ``model`` holds no FSDP2 module or no parameter in one, or shares a
-                parameter across two param groups, which FSDP2 refuses at the first forward.
         """
         groups = [group for group in param_groups(model) if group.params]
         if not groups:

@@ -74,26 +74,22 @@ class Unit:
     """One call of :func:`.fully_shard`.
 
     Attributes:
-        number: ascends in the order of the calls.
-        modules: those of the call, without modules inside others.
-        payloads: per mesh, the parameters in payload order.
         policy, reshard, ignored: as given; ``reshard`` None means unless the unit is the root.
-        originals: the parameters before they were sharded.
-        running: whether a forward has begun. Until then reading a parameter returns the shard, for
-            initialization in place.
-        read: whether a recipe was made of the unit.
         factor, only_sums: see :class:`.Sent`.
     """
 
-    number: int
-    modules: tuple[nn.Module, ...]
-    payloads: tuple[tuple[_Place, ...], ...]
+    number: int  # ascends in the order of the calls
+    modules: tuple[nn.Module, ...]  # those of the call, without modules inside others
+    payloads: tuple[tuple[_Place, ...], ...]  # per mesh, the parameters in payload order
     policy: MixedPrecisionPolicy
     reshard: bool | int | None
     ignored: frozenset[nn.Parameter]
+    # The parameters before they were sharded.
     originals: list[weakref.ref[nn.Parameter]] = field(repr=False)
+    # Whether a forward has begun. Until then reading a parameter returns the shard, for
+    # initialization in place.
     running: bool = False
-    read: bool = False
+    read: bool = False  # whether a recipe was made of the unit
     factor: float | None = None
     only_sums: bool = False
 
@@ -150,13 +146,18 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Shard the parameters below ``module`` as one unit, as FSDP2's ``fully_shard`` does.
+    """Shard the parameters below ``module`` as one unit, like FSDP2's ``fully_shard``; return it.
 
-    Inner modules come first, and the root last. A call takes what earlier calls left. Compiled,
-    each parameter has an all-gather and a reduce-scatter, and ``recipe(model)`` merges them into
-    eager FSDP2's. Modules get the methods of :class:`FSDPModule`. Parameters are ``DTensor``, with
-    the values of each rank's own module, or on the meta device until ``to_empty()``. From the first
-    forward on, reading one as an attribute gathers it.
+    Inner modules come first, and the root last. A call takes the parameters that earlier calls
+    left. Compiled, each parameter has an all-gather and a reduce-scatter, and ``recipe(model)``
+    merges them into eager FSDP2's. Modules get the methods of :class:`FSDPModule`. Parameters are
+    ``DTensor``, with the values of each rank's own module, or on the meta device until
+    ``to_empty()``. From the first forward on, reading one as an attribute gathers it.
+
+    Calls that FSDP2 refuses are errors, too: a module twice, or after one that contains it; a
+    ``ModuleList`` without ``forward``; a scalar; an uneven shard on another dimension than 0; a
+    parameter that another unit shares; a ``DTensor`` that is not on other dimensions of the mesh.
+    So is a ``grad_dtype`` of another dtype. An error leaves the model unchanged.
 
     Args:
         module: a module, or a list of modules that share one unit. Parameters and buffers are moved
@@ -173,17 +174,6 @@ def fully_shard(
         offload_policy: only the default, which offloads nothing.
         ignored_params: parameters to leave as they are. Nothing reduces their gradients.
         dp_mesh_dims: not supported.
-
-    Returns:
-        ``module``.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: what FSDP2 refuses, too: a module twice, or after one that contains it; a
-            ``ModuleList`` without ``forward``; a scalar; an uneven shard on another dimension than
-            0; a parameter that another unit shares; a ``DTensor`` that is not on other dimensions
-            of the mesh. Also a ``grad_dtype`` of another dtype, and unsupported arguments. The
-            model is unchanged then.
     """
     given = [module] if isinstance(module, nn.Module) else module
     if not isinstance(given, list | tuple) or not all(isinstance(m, nn.Module) for m in given):
@@ -227,6 +217,7 @@ def fully_shard(
             raise ValueError(f"a {what} has no forward: give the modules in it as a list")
         if is_wrapped(top):
             raise ValueError(f"a {what} is wrapped by eager fully_shard() already")
+    # All checks come before the first change, so that an error leaves the model as it was.
     roots, managed = modules_of_call(given, inner)
     before = {p for u in inner.values() for ref in u.originals if (p := ref()) is not None}
     layouts: dict[nn.Parameter, Layout] = {}
@@ -248,8 +239,10 @@ def fully_shard(
                     f"parameter {what} is shared with another unit: "
                     "put both modules into one call, fully_shard([a, b])"
                 )
+            # As in eager FSDP2, parameters of another pair of process groups travel apart.
             groups = tuple(layout.mesh.get_group(d).group_name for d in range(layout.mesh.ndim))
             payloads.setdefault(groups, []).append(param)
+    # Places and not parameters, which shards replace below.
     places: dict[nn.Parameter, _Place] = {}
     for owner in (m for root in roots for m in root.modules()):
         for name, param in owner.named_parameters(recurse=False):
@@ -332,7 +325,7 @@ def _layout(
 
 
 def _move(managed: Sequence[nn.Module], layouts: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Move parameters and buffers to the mesh's device, but those on the meta device."""
+    """Move parameters and buffers to the mesh's device, but leave meta tensors."""
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -372,7 +365,7 @@ def _no_counterpart(call: str, way: str) -> NotImplementedError:
 
 
 class FSDPModule:
-    """The methods of a module that :func:`.fully_shard` was called on, those of FSDP2's own.
+    """A module that :func:`.fully_shard` was called on, with the methods of FSDP2's own class.
 
     Settings of eager FSDP2's streams, buffers and prefetching have no effect: passes order and
     merge collectives. Settings that a compiled step can't follow are errors that name another way.
@@ -433,7 +426,7 @@ class FSDPModule:
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
     def _no_effect(self, *_: Any, **__: Any) -> None:
-        """Do nothing: it sets how eager FSDP2 runs, not what it computes."""
+        """Do nothing: the setting is about eager FSDP2's streams and buffers."""
 
     finalize_backward = _no_effect
     reset_iter_state = _no_effect
@@ -480,10 +473,6 @@ def param_groups(model: nn.Module) -> list[ParamGroup]:
     """Read the payloads of a model that ``fully_shard`` was applied to, eager FSDP2's or ours.
 
     They are in the order of the calls, with FQNs relative to ``model``.
-
-    Raises:
-        ValueError: nothing is wrapped, or a unit has a parameter outside of ``model``; or trained
-            parameters of one unit differ in dtype, which eager FSDP2 refuses, too.
     """
     units = units_of(model)
     if not units:
@@ -493,6 +482,7 @@ def param_groups(model: nn.Module) -> list[ParamGroup]:
     roots = outermost(m for unit in units for m in unit.modules)
     groups = []
     for unit in units:
+        # Only now it is known which unit is the root: a later call may have wrapped around it.
         reshard = unit.modules[0] not in roots if unit.reshard is None else unit.reshard
         for payload in unit.payloads:
             params = [p for place in payload if (p := place.param) is not None]
@@ -529,15 +519,10 @@ def param_groups(model: nn.Module) -> list[ParamGroup]:
 
 
 def follow(model: nn.Module, reference: nn.Module) -> list[ParamGroup]:
-    """Check that ``model`` sends what ``reference`` does, and cast as it does; return its groups.
+    """Check that ``model`` sends as ``reference`` does, and cast as it does; return its groups.
 
-    Args:
-        model: sharded by :func:`.fully_shard`, by ``data_parallel`` or by another SimpleFSDP. Of
-            the last one, only placements are known.
-        reference: wrapped by FSDP2's ``fully_shard``.
-
-    Raises:
-        ValueError: the first thing that ``model`` can't reproduce.
+    ``model`` is sharded by :func:`.fully_shard`, by ``data_parallel`` or by another SimpleFSDP,
+    whose placements alone are known. A ``ValueError`` names the first difference.
     """
     groups = param_groups(reference)
     own = {g.modules: g for g in param_groups(model)} if units_of(model) else None
