@@ -97,7 +97,8 @@ class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         """Reduce-scatter [ranks * n], rank by rank, into ``output_tensor`` [n].
 
-        Both have one floating-point dtype. Work runs on the current stream. A ``ValueError`` comes before anything is sent.
+        Both have one floating-point dtype. Work runs on the current stream. A ``ValueError`` comes
+        before anything is sent.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(

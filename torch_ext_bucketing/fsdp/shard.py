@@ -482,7 +482,8 @@ def _attach_on(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Callable[..., t
         return attached
 
     # Parameters share one function, as Dynamo guards on it. It has the mesh, which can't be an
-    # argument of a node in Dynamo's graph. Not by the mesh itself: one made later, for new process groups, is equal.
+    # argument of a node in Dynamo's graph. Not by the mesh itself: one made later, for new process
+    # groups, is equal.
     key = (id(mesh), placements)
     if key not in _attach_by_mesh:
         _attach_by_mesh[key] = (mesh, torch.compiler.allow_in_graph(attach_part))
