@@ -1077,7 +1077,7 @@ def test_plans_far_above_a_bound_cost_little_and_change_nothing(passes, monkeypa
             with monkeypatch.context() as patched:
                 if not pruned:
                     for module in (orders, cap_search):
-                        patched.setattr(module, "FAR", math.inf)
+                        patched.setattr(module, "FAR_ABOVE", math.inf)
                     patched.setattr(Model, "least_bytes_at", lambda self, i: 0)
                 bounds = [Overlap(), PeakMemory(ratio=ratio)]
                 _, report = choose_caps(graph, bounds, caps_mb=RUNGS, machine=machine(0.8))

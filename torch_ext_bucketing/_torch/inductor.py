@@ -225,7 +225,7 @@ def readable(graph: fx.Graph) -> str:
     return code.src.lstrip("\n")
 
 
-_MOST = 64  # ranks' parts in one kernel: a kernel for 512 ranks took a minute to compile
+_MOST_RANKS = 64  # ranks' parts in one kernel: a kernel for 512 ranks took a minute to compile
 
 
 def lower_sum(target: Any) -> None:
@@ -269,8 +269,8 @@ def lower_sum(target: Any) -> None:
         # A kernel reads each rank's part once and adds in registers. Later kernels continue with
         # the sum of the ranks before.
         load_before = None
-        for first in range(0, ranks, _MOST):
-            some = range(first, min(first + _MOST, ranks))
+        for first in range(0, ranks, _MOST_RANKS):
+            some = range(first, min(first + _MOST_RANKS, ranks))
             total = Pointwise.create(
                 device=received.get_device(),
                 dtype=wide if some.stop < ranks else dtype,

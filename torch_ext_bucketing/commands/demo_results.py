@@ -184,7 +184,7 @@ _LABELS = {
     "graph_order": "compiled, graph order",
     "fsdp_order_again": "  FSDP2 order, again",
 }
-_HASH = 12
+_HASH_DIGITS = 12
 
 
 def label(run: str) -> str:
@@ -219,12 +219,12 @@ def _hashes(result: Mapping[str, Any]) -> str:
     names = [name for name in runs if name != "eager"]
     rows = [["step", label("eager"), *(label(name) for name in names)]]
     for step, reference in enumerate(result["hashes"]["eager"]):
-        row = [f"{step + 1:>4}", reference[:_HASH]]
+        row = [f"{step + 1:>4}", reference[:_HASH_DIGITS]]
         for name in names:
             digest = result["hashes"][name][step]
-            row.append("equal" if digest == reference else digest[:_HASH])
+            row.append("equal" if digest == reference else digest[:_HASH_DIGITS])
         rows.append(row)
-    return f"sha256 of all weights after each step (first {_HASH} digits)\n" + columns(rows)
+    return f"sha256 of all weights after each step (first {_HASH_DIGITS} digits)\n" + columns(rows)
 
 
 def _summary(result: Mapping[str, Any]) -> str:

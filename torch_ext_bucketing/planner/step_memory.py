@@ -18,7 +18,7 @@ from ..reports.base import size_text
 from ..reports.keep import KeepReport
 from .schedule.memory import PeakMemory
 
-_OFF = 1.03
+_WARN_ABOVE = 1.03
 """Ratio of measured to predicted peak above which to warn."""
 
 
@@ -139,7 +139,7 @@ def _compare(measured: int, compilation: Compilation) -> None:
         if isinstance(made, KeepReport):
             rewrites[i] = replace(made, measured_bytes=measured)
             expected = made.peak_bytes[1] + made.state_bytes
-            if measured > _OFF * expected:
+            if measured > _WARN_ABOVE * expected:
                 compilation.warn(
                     f"the first step's peak on the device is {size_text(measured)}, "
                     f"{measured / expected - 1:.0%} above the predicted {size_text(expected)}: "

@@ -25,7 +25,7 @@ from ..._torch.process_groups import ranks_of
 from ...graph.nodes import COLLECTIVES
 from .machine import Machine
 
-_PRODUCT = {"cuda": 8192, "cpu": 512}
+_PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 # On CPU malloc reuses blocks of this size. It maps larger ones anew each time (M_MMAP_THRESHOLD is
 # 32 MiB at most), which takes ten times as long.
 _COPY_MIB = {"cuda": 1024, "cpu": 16}
@@ -77,7 +77,7 @@ def measure(
             host_ms[kind] = max(_launch_ms(launch, device), host_ms.get(kind, 0.0))
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
-        n = _PRODUCT[device]
+        n = _PRODUCT_SIZE[device]
         a = torch.ones(n, n, dtype=dtype, device=device)
         ms = _kernel_ms(functools.partial(torch.matmul, a, a), device, repeats)
         flops[str(dtype).removeprefix("torch.")] = 2 * n**3 / ms * 1e3

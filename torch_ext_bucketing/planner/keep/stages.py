@@ -46,7 +46,7 @@ class StageBytes:
 
 
 @dataclass
-class Held:
+class StageMemory:
     """Memory and gathers of one stage in a step.
 
     ``under_way``: most microbatches between the start of forward and the end of backward.
@@ -92,9 +92,9 @@ class _Beside:
 
 def held_by_stages(
     actions: Sequence[Action], stages: Mapping[int, StageBytes]
-) -> tuple[dict[int, Held], int]:
+) -> tuple[dict[int, StageMemory], int]:
     """Compute the memory of each stage, and all stages' peak, while a rank runs its schedule."""
-    held = {stage: Held() for stage in stages}
+    held = {stage: StageMemory() for stage in stages}
     beside, resident = _Beside(stages), set[int]()
     peak = 0
     for action in actions:

@@ -41,12 +41,12 @@ _PLAIN = "longest path first"
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """The number of attempts to tighten an order that misses its bound."""
-FAR = 0.25
+FAR_ABOVE = 0.25
 """An order that misses a bound by more than that of gathers at their use is rare. Where that misses
 it by this much more than allowed, no others are tried."""
 _DEAR = 0.05
 """The least cost of a bound, relative to the step, that is worth a note."""
-_WORTH = 0.998
+WORTH = 0.998
 """A step is worth another attempt if it is shorter than this part of the best one."""
 _SLOWER = 1.7
 """The factor of collectives' times that an order with slack is made for. On the held-out models
@@ -199,7 +199,7 @@ class _Orders:
             lean = min(left, key=lambda sort: (sort.window, sort.depth, sort.deadlines))
             if at_most_misses < math.inf:
                 self._make_each([lean])
-                if min(t.misses for t in self.tries) > at_most_misses + FAR:
+                if min(t.misses for t in self.tries) > at_most_misses + FAR_ABOVE:
                     return False
             self._make_each([probed])
             if least.beats(self._best):
@@ -256,7 +256,7 @@ class _Orders:
         if best.timeline.step_ms <= self._bound_ms * ROUNDING:
             return -1.0
         # The final choice prefers the lower peak of equal steps, so these are made, too.
-        return min(self._at_most_ms, (1.0 if self._final else _WORTH) * best.timeline.step_ms)
+        return min(self._at_most_ms, (1.0 if self._final else WORTH) * best.timeline.step_ms)
 
     def _tightened(self) -> list[_Try]:
         """Make the fastest orders that miss a bound again, with tighter limits on memory."""
@@ -266,7 +266,7 @@ class _Orders:
         for hold in (True, False):
             missing = [t for t in self.tries if t.options and t.options.hold is hold and misses(t)]
             fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
-            if fast is not None and fast.timeline.step_ms < _WORTH * kept:
+            if fast is not None and fast.timeline.step_ms < WORTH * kept:
                 made += self._with_less_memory(fast, kept)
         return made
 
@@ -293,7 +293,7 @@ class _Orders:
                 lower *= 2
             peak = made.timeline.peak_bytes
             kept_now = not self._least.beats(made)
-            if kept_now or made.timeline.step_ms >= _WORTH * kept or lower >= bound:
+            if kept_now or made.timeline.step_ms >= WORTH * kept or lower >= bound:
                 break
         return attempts
 

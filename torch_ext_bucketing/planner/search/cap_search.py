@@ -49,7 +49,7 @@ from ...reports.schedule import CapsReport, ScheduleReport, TriedCaps
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.model import Model, model_of
-from ..schedule.orders import FAR, Scheduled, rank, schedule_within
+from ..schedule.orders import FAR_ABOVE, WORTH, Scheduled, rank, schedule_within
 from ..schedule.policy import Bounds, Options, Policy, policies_of
 from ..schedule.timeline import Timeline
 from .merged_model import merged_model, neighbors
@@ -67,8 +67,7 @@ _SHORT_RUN = 8
 _AT_FLOOR = 1.015  # no other caps once step / bound of any plan is at most this
 _MOVES_AT_FLOOR = 1.01  # the same for moves
 _NEAR_BOUND = 1.02  # no caps between the rungs once step / the plan's own bound is at most this
-_WORTH = 0.998  # a step must be shorter than this part of the best step
-_WORTH_MOVES = 0.999  # the same while members are moved, which mostly adds a bucket
+_WORTH_MOVES = 0.999  # in place of WORTH while members are moved, which mostly adds a bucket
 _EQUAL = 1.025  # steps are equal within this; see benchmarks/README.md, on measured times
 
 _SMALL_GRAPH = 2000  # nodes; larger graphs move no members, and try one sort for caps between rungs
@@ -171,8 +170,8 @@ def _to_report(name: _Name, report: ScheduleReport) -> TriedCaps:
 class _Above(NamedTuple):
     """The distance of a plan's peaks above the bound on memory, relative to the bound.
 
-    ``far`` is that of the merged graph's order, if more than :data:`.FAR` and than in the unmerged
-    graph's, else 0; ``least`` is a lower bound for any order.
+    ``far`` is that of the merged graph's order, if more than :data:`.FAR_ABOVE` and than in the
+    unmerged graph's, else 0; ``least`` is a lower bound for any order.
     """
 
     far: float
@@ -215,7 +214,7 @@ class _Search:
         self._reference_bytes = options.reference_bytes
         self._replaced = {} if options.accumulate is None else analysis.gradient_sums
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
-        self._worth = _WORTH
+        self._worth = WORTH
         self._large = len(analysis.nodes) > _SMALL_GRAPH
         self._bucket_ms: dict[tuple[fx.Node, ...], float] = {}
         self._models: dict[_Buckets, Model] = {}
@@ -325,7 +324,7 @@ class _Search:
                     break
             fruitless = 0 if self.best() != best else fruitless + 1
             at += fruitless > 0
-        self._worth = _WORTH
+        self._worth = WORTH
         self._try(self._best_caps(), self.chosen.max_run)
 
     def _try_between(self, ladder: list[float]) -> None:
@@ -476,7 +475,7 @@ class _Search:
             bounds = Bounds(self._merged(plan), self._policies, self._reference)
             nbytes = bounds.case.given.peak_bytes
             above = bounds.above(nbytes)
-            far = above > FAR and nbytes > self._unmerged_bytes
+            far = above > FAR_ABOVE and nbytes > self._unmerged_bytes
             self._peaks[buckets] = _Above(round(above, 9) if far else 0.0, bounds.least_above)
         return self._peaks[buckets]
 
