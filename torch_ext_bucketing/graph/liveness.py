@@ -23,6 +23,7 @@ import torch.fx as fx
 from .._torch import aot as _aot
 from .._torch.aot import stage_of
 from .._torch.estimates import cublas_workspace_bytes
+from .._torch.without_device import stands_for_cuda
 from .dependencies import Dependencies, Precedence, written_values
 from .fusion import Fused
 from .nodes import (
@@ -326,8 +327,9 @@ def beside_text(graph: fx.Graph) -> str:
 
 
 def _workspaces(graph: fx.Graph) -> int:
+    stands = stands_for_cuda()
     on_cuda = any(
-        is_compute(node) and any(t.is_cuda for t in tensors_in(node.meta.get("val")))
+        is_compute(node) and any(stands or t.is_cuda for t in tensors_in(node.meta.get("val")))
         for node in graph.nodes
     )
     return 0 if not on_cuda else 1 if stage_of(graph) == "inference" else 2
