@@ -4,7 +4,8 @@ import itertools
 import json
 import re
 import resource
-from typing import get_args
+import warnings
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.commands.explain import GPUS, OPTIMIZERS
+from torch_ext_bucketing.commands.sweep import _key, _row, meshes_of, text_of
+from torch_ext_bucketing.errors import BucketingWarning
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.planner.cost.machine import DATA_SHEETS, Machine
@@ -301,6 +304,95 @@ def test_nothing_is_compiled(backend, monkeypatch):
 def test_the_names_of_data_sheets_and_optimizers_are_the_commands():
     assert set(GPUS) == {*DATA_SHEETS, "cpu"}
     assert get_args(Rule) == OPTIMIZERS
+
+
+def test_the_least_bound_that_works(capsys):
+    command = ["explain", f"{HERE}:two_blocks", "--goal", "speed", "--brief"]
+    command += ["--backend", "aot_eager", "--memory-gib"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BucketingWarning)
+        said = []
+        for bound in ("1e-3", "0.07"):
+            torch._dynamo.reset()
+            assert main([*command, bound]) == 0
+            said.append(capsys.readouterr().out)
+    # two workspaces of cuBLAS of 32 MiB
+    assert "no plan found keeps 0.001 GiB: --memory-gib 0.07 is the least that works" in said[0]
+    assert "no plan found" not in said[1]
+    assert main([*command, "1e-7"]) == 1
+    assert "less than a rank needs before any activation" in capsys.readouterr().err
+
+
+def test_meshes_of_a_sweep(capsys):
+    assert meshes_of("fsdp=64..512") == [{"fsdp": n} for n in (64, 128, 256, 512)]
+    assert meshes_of("fsdp=3..13,tp=8") == [{"fsdp": n, "tp": 8} for n in (3, 6, 12)]
+    assert meshes_of("replicate=1..2,fsdp=4")[1] == {"replicate": 2, "fsdp": 4}
+    for text in ("fsdp=8..4", "fsdp=x..8", "fsdp=1..", "ep=1..2,fsdp=2", "tp=1..2"):
+        with pytest.raises(SystemExit):
+            main(["explain", "--sweep", text])
+    with pytest.raises(SystemExit):
+        main(["explain", "--sweep", "fsdp=2", "--mesh", "fsdp=2"])
+    assert "--sweep goes without --mesh" in capsys.readouterr().err
+
+
+GIVEN: dict[str, Any] = {
+    "target": f"{HERE}:two_blocks",
+    "goal": "speed",
+    "backend": "aot_eager",
+    "memory_gib": 1.0,
+}
+
+
+def test_a_plan_of_a_sweep_is_cached_by_content(tmp_path):
+    row = _row({"fsdp": 4}, GIVEN, tmp_path)
+    assert not row["cached"]
+    assert row["fits"]
+    assert sum(row["peak"].values()) == row["peak_bytes"]
+    # 3 tokens of 2 sequences on each rank
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(6 / row["step_ms"] * 1e3)
+    assert row["tokens_per_s"] == pytest.approx(4 * row["tokens_per_s_per_gpu"])
+    assert row["peak"]["state"] == 2 * row["peak"]["parameters"]
+    again = _row({"fsdp": 4}, GIVEN, tmp_path)
+    assert again.pop("cached")
+    assert again == {k: v for k, v in row.items() if k != "cached"}
+    keys = {_key({"fsdp": 4}, GIVEN), _key({"fsdp": 8}, GIVEN)}
+    assert len({*keys, _key({"fsdp": 4}, {**GIVEN, "memory_gib": 2.0})}) == 3
+    assert [path.stem for path in tmp_path.iterdir()] == [_key({"fsdp": 4}, GIVEN)]
+
+
+def test_the_table_of_a_sweep():
+    made = _row({"fsdp": 4}, GIVEN, None)
+    rows = [
+        {**made, "best": True},
+        {**made, "mesh": {"fsdp": 2}, "fits": False, "best": False},
+        {"mesh": {"fsdp": 1}, "error": "too small", "fits": False, "best": False},
+    ]
+    text = text_of(rows, 1.0).splitlines()
+    assert text[0].split()[:4] == ["mesh", "step,", "ms", "tokens/s/GPU"]
+    assert text[1].startswith("fsdp=4 ")
+    assert text[1].endswith("  best")
+    assert text[2].endswith("  above the bound")
+    assert text[-1] == "fsdp=1: too small"
+    none = text_of([{**row, "fits": False, "best": False} for row in rows], 0.05)
+    assert re.search(r"no mesh keeps 0.05 GiB; the least peak is 0.0\d GiB", none)
+
+
+@pytest.mark.slow
+def test_a_sweep_of_processes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "rows.json"
+    command = ["explain", GIVEN["target"], "--goal", "speed", "--memory-gib", "1"]
+    command += ["--sweep", "fsdp=1..4", "--json", str(file)]
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert "[3/3] " in first.err
+    rows = json.loads(file.read_text())
+    assert [row["mesh"] for row in rows] == [{"fsdp": n} for n in (1, 2, 4)]
+    assert sum(row["best"] for row in rows) == 1
+    assert main(command) == 0
+    second = capsys.readouterr()
+    assert second.out == first.out
+    assert second.err.count("from the cache") == 3
 
 
 def test_a_process_group_of_someone_else(fake_world):

@@ -32,6 +32,7 @@ from .planner.cost.machine import Machine, job_machine
 from .planner.resharding import ReshardAfterForward
 from .planner.schedule.memory import PeakMemory
 from .planner.schedule.plot import Drawn
+from .planner.step_memory import state_bytes
 from .recipes import Goal, recipe
 from .reports.compile import CompileReport
 from .testing.configured import Rule, configured, state_of
@@ -46,6 +47,18 @@ class Explanation:
     passes: list[GraphPass]
     report: CompileReport
     drawn: list[Drawn]
+    tokens: int = 0
+    """Of a rank's inputs, by the ids' number, else that of all but their last dimension."""
+    ranks: int = 1
+    copies: int = 1
+    """The ranks that have a share of the same inputs, by tensor parallelism."""
+    state_bytes: int = 0
+    """Of the optimizer on a rank, beside the graphs."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The step's peak on a rank, with the optimizer's state."""
+        return self.state_bytes + max((s.peak_bytes[1] for s in self.report.schedules), default=0)
 
 
 def explain(
@@ -61,6 +74,7 @@ def explain(
     memory_gib: float | None = None,
     host_gib: float | None = None,
     draw: bool = False,
+    curve: bool | None = None,
     machine: Machine | None = None,
     size_hints: GivenHints = None,
     backend: Literal["inductor", "aot_eager"] = "inductor",
@@ -83,6 +97,7 @@ def explain(
         optimizer: whose state counts with ``memory_gib``.
         host_gib: with ``memory_gib``: see :class:`.PeakMemory`.
         draw: whether to keep the timelines of the graphs.
+        curve: whether to plan under other bounds, too, with ``memory_gib``; None: if ``draw``.
         size_hints: see :func:`.backend`.
         backend: the job's; its passes make the graph that is planned.
         on_cpu: use the operators of CPU ranks; times stay those of the machine.
@@ -93,8 +108,7 @@ def explain(
     """
     if host_gib is not None and memory_gib is None:
         raise TargetError("host memory belongs to a bound: give memory_gib (--memory-gib), too")
-    named = target is not None and (target in LLAMA3 or target.startswith("hf:"))
-    make = _demo_model if target is None else configured if named else load_target(target)
+    make = maker_of(target)
     if dist.is_initialized():
         raise TargetError(
             "torch.distributed is initialised already; explain starts a fake process group of its "
@@ -108,9 +122,9 @@ def explain(
         _hint_at_weights(str(target))
         with fake_tensors(None if on_cpu else machine.name):
             given: tuple[Any, ...] = ()
-            if named or _takes_mesh(make):
+            if _takes_mesh(make):
                 over = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
-                given = (target, over, sequence, batch) if named else (over,)
+                given = (target, over, sequence, batch) if make is configured else (over,)
             with OnCpu():
                 model, inputs, loss = (*_build(make, str(target), given), None)[:3]
             drawn: list[Drawn] = []
@@ -118,12 +132,15 @@ def explain(
             before, after = ([_Draw(drawn, v, seen)] * draw for v in ("before", "after"))
             try:
                 bound: dict[str, Any] = {}
+                per = state_of(model, optimizer)
                 if memory_gib is not None:
                     bound["memory"] = PeakMemory(gib=memory_gib, host_gib=host_gib)
-                    bound["state_bytes_per_parameter"] = state_of(model, optimizer)
+                    bound["state_bytes_per_parameter"] = per
                 passes = recipe(model, goal, machine=machine, reduce=reduce, **bound)
                 passes = [
-                    replace(p, curve=p.auto) if isinstance(p, ReshardAfterForward) else p
+                    replace(p, curve=p.auto and (draw if curve is None else curve))
+                    if isinstance(p, ReshardAfterForward)
+                    else p
                     for p in passes
                 ]
                 planner = _Planner(
@@ -135,7 +152,9 @@ def explain(
         if not planner.reports:
             raise TargetError("the model compiled to no graph: nothing in it was traced")
         # A graph break makes several reports.
-        return Explanation(passes, CompileReport.joined(planner.reports), drawn)
+        report = CompileReport.joined(planner.reports)
+        state, copies = state_bytes(model, None, per), sizes.get("tp", 1)
+        return Explanation(passes, report, drawn, _tokens(inputs), ranks, copies, state)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -172,6 +191,19 @@ def _takes_mesh(make: Callable[..., Any]) -> bool:
     """Return whether a function has a parameter without a default."""
     parameters = inspect.signature(make).parameters.values()
     return any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters)
+
+
+def maker_of(target: str | None) -> Callable[..., Any]:
+    """Return the function that makes the model of a target, see :func:`explain`."""
+    if target is None:
+        return _demo_model
+    return configured if target in LLAMA3 or target.startswith("hf:") else load_target(target)
+
+
+def _tokens(inputs: Any) -> int:
+    tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    ids = [t.numel() for t in tensors if not t.is_floating_point()]
+    return (ids or [t[..., 0].numel() for t in tensors if t.dim()] or [0])[0]
 
 
 class _Planner(BucketingBackend):

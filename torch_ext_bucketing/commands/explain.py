@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..reports.base import aligned, sizes_text
 from ..testing.target import TargetError, add_command, mesh_of, output_file
+from .sweep import cache_folder, meshes_of, sweep, text_of
 
 if TYPE_CHECKING:
     from ..reports.compile import CompileReport
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 GPUS = ("h100", "h200", "b200", "gb200", "a100", "mi300x", "cpu")
 """Data sheets; ``cpu`` stands for CPU ranks, with the times of the default GPU."""
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
+_GIB = 2**30
 _PASSED_ON = ("goal", "mesh", "sequence", "batch", "optimizer", "memory_gib", "host_gib", "backend")
 
 _DESCRIPTION = """\
@@ -42,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
     for name, kind, metavar, text in (
         ("--world-size", int, "N", "ranks to pretend (default: 8), without --mesh"),
         ("--mesh", mesh_of, "SIZES", "ranks by dimension, as in replicate=4,fsdp=16,tp=8"),
+        ("--sweep", meshes_of, "SIZES", "several meshes, as in fsdp=64..512,tp=8; one table"),
         ("--sequence", int, "N", "tokens of a sequence (default: 8192, or the model's most)"),
         ("--batch", int, "N", "sequences of a rank (default: 1)"),
         (
@@ -67,6 +71,7 @@ def add_parser(subparsers: Any) -> None:
     option("--goal", choices=("parity", "speed"), help="see recipe() (default: parity)")
     in_rank_order = "add gradients in rank order, and compare the cost with rings"
     option("--reduce", choices=("all_to_all",), help=in_rank_order)
+    option("--no-cache", action="store_true", help="make the plans of --sweep anew")
     option("--brief", action="store_true", help="leave out the members of the buckets")
 
 
@@ -79,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     ranks = math.prod((args.mesh or {}).values())
     if args.mesh and args.world_size not in (None, ranks):
         args.parser.error(f"--mesh: it has {ranks} ranks, and --world-size is {args.world_size}")
+    others = ("mesh", "world_size", "trace", "plot")
+    if args.sweep and any(getattr(args, name) is not None for name in others):
+        args.parser.error(f"--sweep goes without --{', --'.join(others).replace('_', '-')}")
     if args.gpu and args.machine:
         args.parser.error("give --gpu or --machine, not both")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -96,6 +104,15 @@ def run(args: argparse.Namespace) -> int:
         raise TargetError(f"--machine: {error}") from error
     given = {name: getattr(args, name) for name in _PASSED_ON}
     given |= {"machine": machine, "size_hints": args.size_hint, "on_cpu": args.gpu == "cpu"}
+    if args.sweep is not None:
+        folder = None if args.no_cache else cache_folder()
+        given |= {"target": args.target, "reduce": args.reduce}
+        del given["mesh"]
+        rows = sweep(args.sweep, given, folder)
+        print(text_of(rows, args.memory_gib), end="")
+        if args.json is not None:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        return 0 if any(not row["error"] for row in rows) else 1
     given["world_size"] = args.world_size or 8
     explained = explain(
         args.target, reduce=args.reduce, draw=bool(args.trace or args.plot), **given
@@ -103,6 +120,13 @@ def run(args: argparse.Namespace) -> int:
     reduce = f", reduce={args.reduce!r}" if args.reduce else ""
     print(f"recipe(model, {args.goal!r}{reduce}):", *explained.passes, sep="\n  ", end="\n\n")
     print(explained.report.to_text(members=not args.brief), end="")
+    peak = explained.peak_bytes / _GIB
+    if args.memory_gib is not None and peak > args.memory_gib:
+        least = math.ceil(peak * 100) / 100
+        print(
+            f"no plan found keeps {args.memory_gib:g} GiB: --memory-gib {least:g} is the least "
+            "that works; more ranks, tp= or shorter sequences need less"
+        )
     if args.reduce:
         torch._dynamo.reset()
         rings = explain(args.target, **given)
