@@ -2,6 +2,7 @@
 
     python -m benchmarks.floor                               all models, 8 layers; transformers: 4
     python -m benchmarks.floor --only 'hf_*' --layers 2
+    python -m benchmarks.floor --only hf_llama_small --depths 4 8 16 32 64
 
 By hand: every block checkpointed; what torch's partitioner saves under
 ``torch._functorch.config.activation_memory_budget`` 0; both with all parameters gathered again, and
@@ -10,10 +11,13 @@ transformers (``hf_*``, randomly initialized, on 64 fake ranks) are compiled as 
 ``gradient_checkpointing_enable()`` by hand, and caught where ``recipe(memory=...)`` chooses. Peaks
 are estimates, of the larger of forward and backward.
 
+``--depths`` chooses for models of transformers as :mod:`.memory` does with that option.
+
 Exit status: 1 if a least peak is above one by hand.
 """
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import warnings
@@ -40,10 +44,18 @@ from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, add_number, document_of, matching, parser_of, write_results
+from .command import (
+    add_json,
+    add_number,
+    document_of,
+    matching,
+    parser_of,
+    write_json,
+    write_results,
+)
 from .graphs import available
 from .keep import MODELS, Sharded
-from .memory import WAYS, saved_by_torch
+from .memory import WAYS, by_depth, saved_by_torch, table_by_depth
 from .parallel import end_world
 from .tracing import copy_graph
 
@@ -59,6 +71,14 @@ _WIDTH: dict[str, Any] = {
     "attn_implementation": "eager",
 }
 _EXPERTS = {"num_local_experts": 8, "num_experts": 8, "moe_intermediate_size": 352}
+_SMALL = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_attention_heads": 4,
+}
+_TOKENS = {"hf_llama_small": (1, 128)}
+"""Batch and sequence of a rank, where they are not ``(BATCH, SEQ)``."""
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hf_llama": ("Llama", "ForCausalLM", {}),
@@ -66,6 +86,7 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hf_mixtral": ("Mixtral", "ForCausalLM", _EXPERTS),
     "hf_gpt2": ("GPT2", "LMHeadModel", {"n_embd": 512, "n_head": 8, "n_positions": SEQ}),
     "hf_gemma2": ("Gemma2", "ForCausalLM", {"head_dim": 64}),
+    "hf_llama_small": ("Llama", "ForCausalLM", _SMALL),
 }
 _LAYERS = ("num_hidden_layers", "n_layer")
 
@@ -119,7 +140,7 @@ def joint_of_transformers(name: str, layers: int, checkpointed: bool) -> tuple[f
     at = next(i for i, p in enumerate(passes) if isinstance(p, teb.ReshardAfterForward))
     passes.insert(at, catch)
     backend = teb.backend("aot_eager", passes, model, agree=False)
-    tokens = torch.zeros((BATCH, SEQ), dtype=torch.int64)
+    tokens = torch.zeros(_TOKENS.get(name, (BATCH, SEQ)), dtype=torch.int64)
     torch.compile(model, backend=backend, fullgraph=True)(tokens)
     (graph,) = catch.found
     return graph, Units.of(teb.transformer_block_plan(model))
@@ -140,6 +161,17 @@ def measure_transformers(name: str, layers: int) -> dict[str, int]:
             "budget=0": _planner(by_torch, units).scheduled((), 0).peak_bytes,
             "least": _planner(graph, units, activations=True).choose(0).peak_bytes,
         }
+
+
+def depths(name: str, layers: Sequence[int]) -> dict[str, Any]:
+    """Choose halfway between everything made again and everything kept, see :func:`.by_depth`."""
+    rows = []
+    with _fake_ranks():
+        for number in layers:
+            graph, units = joint_of_transformers(name, number, checkpointed=False)
+            make = functools.partial(_planner, graph, units, activations=True)
+            rows.append(by_depth(name, number, make))
+    return {"rows": rows}
 
 
 def measure(name: str, layers: int) -> dict[str, int]:
@@ -176,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("python -m benchmarks.floor", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
     add_number(parser, "layers", 0, "of each model; 0: 8, of transformers 4")
+    parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="numbers of layers")
     add_json(parser)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -185,6 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if theirs and importlib.util.find_spec("transformers") is None:
         print(f"left out: {', '.join(theirs)}: pip install transformers", file=sys.stderr)
         theirs = []
+    if args.depths:
+        found = [depths(name, args.depths) for name in theirs]
+        print(table_by_depth(found))
+        write_json(args.json, found)
+        return int(any(row["worse"] for one in found for row in one["rows"]))
     for name in (*available([name for name in chosen if name in MODELS]), *theirs):
         print(name, file=sys.stderr, flush=True)
         of = measure_transformers if name in TRANSFORMERS else measure

@@ -21,10 +21,13 @@ parked, all but the last block's parked. It fails if one with host memory is lon
 exceeds a bound that the one without keeps, or parks more than it may.
 ``--depths`` chooses at each number of layers under the bound halfway between the peaks with
 everything made again and everything kept; the gain is the part of the step that the choice saves.
+``at most`` is an upper bound of any choice's gain, ``of least`` the step over the lower bound that
+it comes of (:func:`least_ms`). With ``--to`` and ``--host-gib`` both are of choices without these.
 Steps are those of forward and backward, scheduled with one bucket per unit, on the default
 machine's H100s; planning is CPU time over that of ``BucketAndSchedule``.
 """
 
+import functools
 import re
 import sys
 import time
@@ -175,15 +178,16 @@ def under_bounds(name: str, layers: int | None, number: int) -> dict[str, Any]:
     }
 
 
-def by_depth(name: str, layers: int, machine: Machine) -> dict[str, Any]:
+def by_depth(name: str, layers: int, made: Callable[[], KeepPlanner]) -> dict[str, Any]:
     """Choose halfway between everything made again and everything kept."""
-    sharded = Sharded(name, layers)
     clock = time.process_time()
-    planner = sharded.planner(machine, activations=True)
+    planner = made()
     low, high = planner.reference_bytes, by_hand(planner, planner.candidates).peak_bytes
     bound = (low + high) // 2
     nothing, before = planner.scheduled((), bound), planner.tried
     chosen = planner.choose(bound)
+    seconds = time.process_time() - clock
+    least = least_ms(planner, bound)
     return {
         "model": name,
         "layers": layers,
@@ -191,12 +195,50 @@ def by_depth(name: str, layers: int, machine: Machine) -> dict[str, Any]:
         "again_ms": nothing.step_ms,
         "chosen_ms": chosen.step_ms,
         "gain": 1 - chosen.step_ms / nothing.step_ms,
+        "most_gain": 1 - least / nothing.step_ms,
+        "of_least": chosen.step_ms / least,
         "kept": len(chosen.kept),
         "of": len(planner.candidates),
         "scheduled": planner.tried - before,
-        "seconds": time.process_time() - clock,
+        "seconds": seconds,
         "worse": bool(chosen.above),
     }
+
+
+def least_ms(planner: KeepPlanner, bound: int) -> float:
+    """Return a time that no choice under a bound is shorter than, whatever the order.
+
+    Forward takes its lower bound. In backward each stream runs one node after the other, and all
+    that is kept is in memory when it begins. So of the kernels and one stream of gathers the longer
+    one ends no sooner than if any share of each keepable could be kept. For a sum of both with
+    fixed weights the best shares are those of a knapsack: the most time per byte first.
+    """
+    partitioned, units = planner.partitioned, planner.partitioned.keepables
+    backward = partitioned.backward
+    rest = partitioned.models(planner.candidates)[1].paths.rest
+    fixed = {stream: found.ms + found.after_ms for stream, found in rest.items()}
+    again: dict[str | None, dict[int, float]] = {stream: {} for stream in (None, *backward.group)}
+    for i, k in enumerate(partitioned.keepable_of_place(backward)):
+        if k is None or k not in planner.candidates:
+            continue
+        for stream in backward.streams_of(backward.group[i]):
+            mine = again.setdefault(stream, {})
+            mine[k] = mine.get(k, 0.0) + backward.ms[i]
+    room = bound - backward.liveness.at_start
+
+    def least(weights: dict[str | None, float]) -> float:
+        ms = dict.fromkeys(planner.candidates, 0.0)
+        for stream, weight in weights.items():
+            for k, part in again[stream].items():
+                ms[k] += weight * part
+        total, left = sum(ms.values()), room
+        for k in sorted(ms, key=lambda k: -ms[k] / units[k].nbytes):
+            share = min(1.0, left / units[k].nbytes)
+            total, left = total - share * ms[k], left - int(share * units[k].nbytes)
+        return total + sum(w * fixed.get(stream, 0.0) for stream, w in weights.items())
+
+    both = ({None: n / 50, stream: 1 - n / 50} for stream in again if stream for n in range(51))
+    return partitioned.forward.paths.bound_ms + max(map(least, both))
 
 
 def with_host(name: str, layers: int | None, host_bytes: int) -> dict[str, Any]:
@@ -276,6 +318,8 @@ def table_by_depth(found: Sequence[dict[str, Any]]) -> str:
         "again, ms",
         "chosen",
         "gain",
+        "at most",
+        "of least",
         "kept",
         "scheduled",
         "s",
@@ -284,8 +328,9 @@ def table_by_depth(found: Sequence[dict[str, Any]]) -> str:
     for row in (row for one in found for row in one["rows"]):
         figures = (f"{row[key]:.2f}" for key in ("bound_gib", "again_ms", "chosen_ms"))
         kept = f"{row['kept']} of {row['of']}"
-        last = f"{row['gain']:.3f}", kept, str(row["scheduled"]), f"{row['seconds']:.1f}"
-        lines.append([row["model"], str(row["layers"]), *figures, *last])
+        gains = (f"{row[key]:.3f}" for key in ("gain", "most_gain", "of_least"))
+        last = kept, str(row["scheduled"]), f"{row['seconds']:.1f}"
+        lines.append([row["model"], str(row["layers"]), *figures, *gains, *last])
     return columns(lines)
 
 
@@ -332,7 +377,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(name, file=sys.stderr, flush=True)
         machine = None if args.between is None else nodes(args.between)
         if args.depths:
-            rows = [by_depth(name, layers, machine or job_machine()) for layers in args.depths]
+            rows = []
+            for layers in args.depths:
+                sharded = Sharded(name, layers)
+                how: dict[str, Any] = {"activations": True, "host_bytes": args.host_gib * GIB}
+                if args.to:
+                    how["smaller"] = smaller_group(sharded.joint, args.to)
+                make = functools.partial(sharded.planner, machine or job_machine(), **how)
+                rows.append(by_depth(name, layers, make))
             found.append({"rows": rows})
         elif args.host_gib:
             found.append(with_host(name, args.layers, args.host_gib * GIB))

@@ -457,6 +457,26 @@ def test_the_choice_does_not_depend_on_depth(two_ranks):
         assert gains[160, share] > 0.95 * gains[16, share] > 0.05
 
 
+@pytest.mark.parametrize(("seed", "share"), [(1, 0.5), (4, 0.5), (9, 0.3)])
+def test_the_number_of_gathers_is_near_the_best(two_ranks, seed, share):
+    """Gathers and kernels of backward take equally long: no quarter of the gathers is the best."""
+    graph, machine = random_joint(seed, 40, period=1)
+    backward = PartitionedModel(graph, Costs(machine), BLOCKS, activations=True).backward
+    network_ms = sum(ms for ms, g in zip(backward.ms, backward.group, strict=True) if g)
+    times = network_ms / (sum(backward.ms) - network_ms)
+    level = replace(machine.inter, bandwidth=times * machine.inter.bandwidth)
+    costs = Costs(replace(machine, intra=level, inter=level))
+    planner = KeepPlanner(PartitionedModel(graph, costs, BLOCKS, activations=True))
+    low, high = planner.reference_bytes, planner._held.peak_bytes(planner.candidates)
+    limit = int(low + share * (high - low))
+    chosen = planner.choose(limit)
+    gathers = [k for k in planner._ranked if planner._keepables[k].starts]
+    every = [(*gathers[:n], *planner._others, *gathers[n:]) for n in range(len(gathers) + 1)]
+    best = min(planner.scheduled(planner._fitting(limit, ranked), limit) for ranked in every)
+    assert not chosen.above
+    assert chosen.step_ms < 1.008 * best.step_ms
+
+
 def test_kinds_are_what_differs_between_layers(two_ranks):
     """Every second layer has a kind of its own, whatever the names are."""
     few, many = (random_planner(9, layers, activations=True, period=2) for layers in (8, 24))

@@ -8,11 +8,12 @@ leave less room for prefetching. So choices are compared by schedules of both ha
 A choice is a number of keepables of each kind. Those of equal blocks are one kind: equal operators,
 bytes and times. So the search is as long for 126 layers as for 8. It has three steps:
 
-- Fill the bound from rankings that differ in the share of gathers before the first activation.
-  Gathers are ranked by time per byte and time held (:mod:`.planner.keep.held`), activations by the
-  time to recompute them per byte: recomputation is never hidden, and at the start of backward,
-  where the peak is, all of them are live. Parts, gathered again in a smaller group, come before
-  whole units: they save most of the time for little memory.
+- Fill the bound from rankings that differ in the number of gathers before the first activation,
+  and look for the best number. Gathers are ranked by time per byte and time held
+  (:mod:`.planner.keep.held`), activations by the time to recompute them per byte: recomputation is
+  never hidden, and at the start of backward, where the peak is, all of them are live. Parts,
+  gathered again in a smaller group, come before whole units: they save most of the time for little
+  memory.
 - Fill a little less of the bound, and a little more, from the best of these rankings.
 - Change the number of one kind, by all, half or one, and make room or fill it for that.
 
@@ -48,7 +49,7 @@ _GIB = 2**30
 _NODES = 15_000
 _FEW = 12
 _SCHEDULED = 120
-_SHARES = 4  # of gathers, in rankings
+_SHARES = 4  # of gathers, in the first rankings
 _MANY = 32  # with more keepables, don't try each in the remaining room
 
 # If an order that misses the bound is faster than the best that keeps it by this factor, orders
@@ -114,14 +115,8 @@ class KeepPlanner:
         parts = [k for k in gathers if k in partitioned.parts]
         whole = [k for k in gathers if k not in partitioned.parts]
         self._ranked = (*parts, *others, *whole)
-        self._others = others
-        # Rankings with each share of the gathers before the activations, with parts and without.
-        shared = (
-            (*first[: (cut := len(first) * n // _SHARES)], *others, *first[cut:])
-            for first in ([*parts, *whole], whole)
-            for n in range(_SHARES + 1)
-        )
-        self._rankings = [*dict.fromkeys(shared)]
+        # With parts and without.
+        self._others, self._gathers = others, {(*parts, *whole): None, tuple(whole): None}
         self._largest = max((keepables[k].nbytes for k in self.candidates), default=0)
         # Nodes that pad and cut shards are not counted: ranks may differ in them.
         self._size = sum(
@@ -236,15 +231,18 @@ class KeepPlanner:
                 seen[one] = self.scheduled(one, limit)
 
         schedule([frozenset(), self._distinct(least)], most)
-        fitting = ((self._fitting(limit, ranked, least), ranked) for ranked in self._rankings)
-        by_choice = {self._distinct(kept): ranked for kept, ranked in fitting}
-        fills, activations = sorted(by_choice, key=self._estimate), frozenset(self._others)
+        by_choice = dict[_Set, tuple[tuple[float, int], Sequence[int]]]()
+        for first in self._gathers:
+            for kept, estimate, ranked in self._fills(limit, first, least):
+                by_choice.setdefault(kept, (estimate, ranked))
+        fills = sorted(by_choice, key=lambda kept: by_choice[kept][0])
+        activations = frozenset(self._others)
         # The best one without its gathers leaves the rest for prefetching.
         schedule([*fills, *(one & activations for one in fills[:1])], most - len(seen) - 4)
         # Fill less of the bound, for more gathers at a time or because the fastest order missed it;
         # and fill more, since another order may need less memory than the graph's.
         fast = min(seen.values(), key=lambda one: rank(0.0, one.step_ms, one.above))
-        ranked = by_choice.get(fast.kept, self._ranked)
+        _, ranked = by_choice.get(fast.kept, (None, self._ranked))
         less = max(self._largest, fast.above)
         rooms = (limit - less, limit - 2 * less, *(() if fast.above else (limit + less,)))
         others = [self._fitting(limit, ranked, least, len(ranked))]
@@ -264,6 +262,32 @@ class KeepPlanner:
             return ((kept, frozenset()) for kept in found)
 
         return self._descend(seen.values(), limit, most - len(seen), near)
+
+    def _fills(
+        self, limit: int, gathers: Sequence[int], least: _Set
+    ) -> Iterator[tuple[_Set, tuple[float, int], Sequence[int]]]:
+        """Yield fills of the bound, with their estimates and rankings.
+
+        The rankings differ in the number of gathers before the first activation.
+
+        Backward is the shortest where its gathers take as long as its kernels: numbers close to the
+        best one so far are tried, at half the distance each time.
+        """
+        most, known = len(gathers) if self._others else 0, dict[int, tuple[float, int]]()
+        step = -(-most // _SHARES) or 1
+        numbers: Iterable[int] = range(most, -step, -step)
+        while True:
+            for n in (max(n, 0) for n in numbers if n <= most):
+                if n not in known:
+                    ranked = (*gathers[:n], *self._others, *gathers[n:])
+                    kept = self._distinct(self._fitting(limit, ranked, least))
+                    known[n] = self._estimate(kept)
+                    yield kept, known[n], ranked
+            step //= 2
+            if not step:
+                return
+            best = min(known, key=known.__getitem__)
+            numbers = best + step, best - step
 
     def _estimate(self, kept: _Set) -> tuple[float, int]:
         """Rank a choice without a schedule: backward in the order found for nothing kept."""
