@@ -45,6 +45,20 @@ NOT_IMPERATIVE = frozenset(_NOT_VERBS.split())
 """First words of docstrings that describe a value; a function's headline describes an action."""
 
 
+VAGUE = re.compile(r"\b(?:what|those)\b")
+"""Words in the place of a noun, in headlines of the package."""
+
+
+def vague_headlines(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and word of each headline with a vague word; code in backticks does not count."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            headline = (ast.get_docstring(node) or "").partition("\n")[0]
+            match = VAGUE.search(re.sub(r"``.*?``|`[^`]*`", "", headline))
+            if match:
+                yield node.body[0].lineno, match[0]
+
+
 def headlines(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield line and first word of each function's docstring, properties and tests left out."""
     for node in ast.walk(tree):
@@ -73,6 +87,9 @@ def markdown_text(source: str) -> Iterator[tuple[int, str]]:
     yield 1, re.sub(r"`[^`\n]*`", "``", text)
 
 
+PACKAGE = "torch_ext_bucketing"
+
+
 def findings(path: Path) -> Iterator[str]:
     """Yield what to change in one file."""
     source = path.read_text(encoding="utf-8")
@@ -87,6 +104,8 @@ def findings(path: Path) -> Iterator[str]:
         for line, word in headlines(ast.parse(source)):
             if word.strip("`:;,.").lower() in NOT_IMPERATIVE or word.startswith(("``", ":")):
                 yield f"{path}:{line}: {word!r}: begin with a verb that says what the function does"
+        for line, word in vague_headlines(ast.parse(source)) if path.parts[0] == PACKAGE else ():
+            yield f"{path}:{line}: {word!r} in a headline: write the noun that is meant"
 
 
 def main(names: list[str]) -> int:

@@ -84,7 +84,7 @@ class MuonOfEach(torch.optim.Muon):
 
 
 def matrices_in(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """List matrices, those of stacks as views, in order."""
+    """List matrices; matrices of stacks are views, in order."""
     return [m for t in tensors for m in (t.unbind() if t.dim() == 3 else (t,))]
 
 

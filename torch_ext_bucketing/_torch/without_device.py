@@ -103,7 +103,7 @@ def _of_meshes() -> list[tuple[str, Any]]:
 
 
 class OnCpu(TorchFunctionMode):
-    """Make CPU tensors where CUDA's, or those of ``meta``, are asked for."""
+    """Make CPU tensors in place of CUDA or ``meta`` tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -241,10 +241,9 @@ class Planned(BaseException):  # no handler of errors in Inductor may take it
 def results_alone(
     graph: fx.Graph, number: Callable[[Any], int]
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return what stands for a compiled graph: it returns empty tensors of the results' shapes.
+    """Make a stand-in for a compiled graph, which returns empty tensors of the results' shapes.
 
-    Args:
-        number: replaces a symbolic size.
+    ``number`` replaces a symbolic size.
     """
     inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     (output,) = graph.find_nodes(op="output")

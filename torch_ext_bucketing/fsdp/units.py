@@ -131,7 +131,7 @@ class Units:
 
 
 def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Convert units, each a list of names or one name, to canonical names; errors name ``what``."""
+    """Convert units, each a list of names or one name, to canonical names (errors: ``what``)."""
     if isinstance(units, str) or not isinstance(units, Iterable):
         given = f"the string {units!r}" if isinstance(units, str) else repr(units)
         raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {given}")

@@ -154,7 +154,7 @@ def run_passes(
     compilation: Compilation,
     joint: Sequence[GraphPass] = (),
 ) -> list[GraphReport]:
-    """Run the passes of one stage on a graph; return the reports of those that bucket.
+    """Run the passes of one stage on a graph; return the reports of passes that bucket.
 
     Every pass runs here: those of a backend, of a whole step, of torch's own config, and one alone.
     Passes in ``joint`` ran on the joint graph, and complete their work on this one. The graph

@@ -191,7 +191,7 @@ def _gathers(starts: Sequence[fx.Node]) -> list[fx.Node]:
 def _same_gathers(
     fqns: tuple[str, ...], gathers: Sequence[fx.Node], facts: GraphAnalysis
 ) -> tuple[list[list[fx.Node]], list[LeftAlone]]:
-    """Group the gathers of equal values, two or more each; also return those left alone."""
+    """Group the gathers of equal values, two or more each; return reasons for the others."""
     left: list[LeftAlone] = []
     position, writes = facts.position, facts.writes
     structures = StructuralIds(position)

@@ -112,7 +112,7 @@ class RecomputeCheck:
 
 
 class _Digests(fx.Interpreter):
-    """Run a graph, and make digests of its values by name, all or those in ``only``."""
+    """Run a graph, and make digests of its values by name, all or ``only`` some."""
 
     def __init__(self, graph: fx.GraphModule, only: Iterable[str] | None = None) -> None:
         super().__init__(graph)

@@ -330,7 +330,7 @@ class _Appending:
         return self.inputs
 
     def _gradients(self) -> dict[Trained, fx.Node]:
-        """Return the gradients, added to those of earlier microbatches, in the model's order."""
+        """Return the gradients, plus earlier microbatches' gradients, in the model's order."""
         gradients: dict[Trained, fx.Node] = {}
         for value, p in self.trained:
             # A trace without Dynamo has a gradient for each name of a parameter.

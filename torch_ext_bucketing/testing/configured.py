@@ -127,7 +127,7 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]
 
 
 class AsTensorParallel(nn.Module):
-    """A parametrization's second step: what FSDP gathered is a tensor-parallel rank's shard."""
+    """Take the gathered tensor for a tensor-parallel rank's shard, as a parametrization."""
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         super().__init__()

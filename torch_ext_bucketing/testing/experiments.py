@@ -127,7 +127,7 @@ class _Experiments:
         return list(order)
 
     def ordered(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Sort names in the order of backward, those without a gradient last."""
+        """Sort names in the order of backward, names without a gradient last."""
         place = {name: number for number, name in enumerate(self.order)}
         return tuple(sorted(names, key=lambda name: place.get(name, len(place))))
 

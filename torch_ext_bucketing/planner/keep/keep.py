@@ -515,7 +515,7 @@ class KeepPlanner:
         )
 
     def curve(self, bounds: Sequence[int] | None = None) -> tuple[tuple[int, Outcome], ...]:
-        """Return the choices for ``bounds`` in bytes, ascending; None: those of :data:`CURVE`."""
+        """Return the choices for ``bounds`` in bytes, ascending; None: :data:`CURVE`."""
         given = bounds or [int(part * self.reference_bytes) for part in CURVE]
         found: list[tuple[int, Outcome]] = []
         for bound in sorted(given):

@@ -245,7 +245,7 @@ class ListScheduler:
                 stack.append(j)
 
     def _launch_produced(self) -> None:
-        """Launch the starts whose inputs are ready, and hold back those that need a wait."""
+        """Launch the starts whose inputs are ready, and hold back starts that need a wait."""
         # HSDP's all-reduce between nodes, for one, needs the result of a reduce-scatter.
         while self.to_launch or self.held:
             starts = sorted({*self.to_launch, *self.held})

@@ -103,7 +103,7 @@ class Model(NodeTable):
 
 
 class Row(NamedTuple):
-    """A node of a new model; other fields are those of :class:`.NodeTable` and :class:`.Storages`.
+    """A node of a new model; other fields: see :class:`.NodeTable` and :class:`.Storages`.
 
     ``needs`` are its dependencies as places in the new model, without those of the launch order.
     """

@@ -1,4 +1,4 @@
-"""Live bytes by what they are for: parameters, gradients, activations, buckets, and so on.
+"""Divide live bytes among their purposes: parameters, gradients, activations, buckets, and so on.
 
 Each storage has one part, by the nodes that make and read it::
 
@@ -133,7 +133,7 @@ def _parts_of_nodes(
 
 
 def _back(nodes: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
-    """Collect ``nodes``, the inputs of those where ``goes_on`` is true, and so on."""
+    """Collect ``nodes`` and, from each node where ``goes_on`` is true, its inputs in turn."""
     found, stack = dict[fx.Node, None](), list(nodes)
     while stack:
         node = stack.pop()

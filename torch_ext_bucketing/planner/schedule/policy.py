@@ -66,7 +66,7 @@ class Options:
 
     @property
     def sort(self) -> Options:
-        """The options without ``under``, whose places are those of one model."""
+        """The options without ``under``, whose places belong to one model."""
         return replace(self, under={})
 
     def next_to(self, other: Options, windows: Sequence[int]) -> bool:

@@ -55,7 +55,7 @@ class Streams:
         self._level = {group: levels[level] for group, level in model.shared.items()}
 
     def run(self, i: int) -> float:
-        """Run node ``i``, after those that it needs; return :attr:`now`."""
+        """Run node ``i`` after the nodes that it needs; return :attr:`now`."""
         # This runs for each node of each order, so it calls nothing for a kernel.
         now, launched = self.now, self._launched + self._host[i]
         self._launched = launched
