@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.preload("torch" if given else "rank_imports")  # ranks import what the hooks change later
     if given:
         hooks.install()  # before any test file imports torch's bucketing
+
+
+def pytest_unconfigure() -> None:
+    """End the ranks that stay up for the tests of a run."""
+    if "rank_pool" in sys.modules:
+        sys.modules["rank_pool"].end()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -85,6 +85,7 @@ def test_attention_of_cuda_is_recomputed(compiler):
     assert outcome(KERNELS["cudnn"], compiler) == "recomputed"
 
 
+@pytest.mark.slow
 def test_the_example_of_the_testing_folder(tmp_path, monkeypatch):
     code = re.search(r"::\n\n((?:    .*\n|\n)+)", testing.__doc__)[1]
     (tmp_path / "example.py").write_text(EXAMPLE + textwrap.dedent(code))

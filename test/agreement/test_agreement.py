@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from collective_graphs import C10D, all_gather, all_reduce, trace
 from extended_models import OtherScaled, TensorScaled, wrap
+from rank_pool import on_ranks
 from sharded_models import TwoBlocks
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -34,7 +35,6 @@ from torch_ext_bucketing.runtime.launches import (
     mismatch_text,
 )
 from torch_ext_bucketing.testing.ranks import run_ranks
-from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = pytest.mark.long
 

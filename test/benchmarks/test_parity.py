@@ -124,12 +124,9 @@ FIELDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "only",
-    [
-        "uneven/2x2/aot_eager/fsdp/bf16",
-        pytest.param("uneven/2x2/inductor/fsdp/bf16", marks=pytest.mark.slow),
-    ],
+    "only", ["uneven/2x2/aot_eager/fsdp/bf16", "uneven/2x2/inductor/fsdp/bf16"]
 )
 def test_cells_on_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str):
     path = tmp_path / "cells.json"

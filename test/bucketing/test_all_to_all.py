@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import choose_caps
 from random_joint import BLOCKS, random_joint
+from rank_pool import on_ranks
 from sharded_models import eager_fsdp2, small_transformer, tokens_of, trained
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -46,7 +47,7 @@ from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 from torch_ext_bucketing.runtime.launches import launches_of
 from torch_ext_bucketing.testing.ranks import run_ranks
-from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
 pytestmark = pytest.mark.long
 

@@ -493,11 +493,9 @@ def test_hinted_symbolic_sizes_are_planned_and_merged():
 # -- determinism and time -------------------------------------------------------------------------
 
 SCRIPT = """
-import json, pathlib, tempfile
+import json
 import torch_ext_bucketing as teb
 import torch.distributed as dist
-from benchmarks.graphs import load
-from collective_graphs import described
 from random_graphs import WORLD, layered_graph, random_graph
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
@@ -512,17 +510,14 @@ for seed in range(40):
     buckets = [[b.kind, [m.name for m in b.members], b.detail] for b in plan.buckets]
     plans.append([buckets, [str(a) for a in plan.unmerged]])
 order = schedule(layered_graph(2000, 100, ["0", "0"], share=False), teb.Overlap()).order
+print(json.dumps([plans, order]))
 dist.destroy_process_group()
-name = "llama3_8b_fsdp64.backward.recompute"
-with tempfile.TemporaryDirectory() as folder:
-    graph = load(name, 1, device="cpu", quiet=True, cache=pathlib.Path(folder))
-print(json.dumps([plans, order, described(graph.gm)]))
 """
 
 
-def test_same_plans_order_and_traced_graph_under_any_hash_seed():
-    (plans, order, graph), other = under_hash_seeds(SCRIPT)
-    assert [plans, order, graph] == other
+def test_same_plans_and_order_under_any_hash_seed():
+    (plans, order), other = under_hash_seeds(SCRIPT)
+    assert [plans, order] == other
     assert sum(len(buckets) for buckets, _ in plans) > 40
     assert len(order) > 1000
 

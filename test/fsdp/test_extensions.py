@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
 from extended_models import DIM, TensorScaled, Wrapper, even, planes, uneven, wrap
+from rank_pool import on_ranks
 from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -20,7 +21,7 @@ from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.testing.comparison import CompareOptions, Comparison
 from torch_ext_bucketing.testing.experiments import compare_on_rank
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
-from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import raw_bytes
 
 pytestmark = pytest.mark.long

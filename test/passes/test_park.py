@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from rank_pool import on_ranks
 from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, step, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
 from two_pools import PoolError, TwoPools
@@ -27,7 +28,6 @@ from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Options
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.testing.ring import on_ranks
 
 TOKENS = torch.arange(16).remainder(12).view(4, 4)
 
@@ -304,7 +304,7 @@ def _beside_eager(rank, compiler, again, schedules):
 @pytest.mark.parametrize(
     ("compiler", "again", "schedules"),
     [
-        ("pools", (0,), True),
+        pytest.param("pools", (0,), True, marks=pytest.mark.slow),
         pytest.param("pools", (), False, marks=[pytest.mark.slow]),
         pytest.param("aot_eager", (), True, marks=pytest.mark.slow),
         pytest.param("inductor", (0,), True, marks=pytest.mark.slow),

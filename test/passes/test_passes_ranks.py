@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from blocks_on_ranks import assert_equal, gradients, mesh, model, shard, tokens
+from rank_pool import on_ranks
 from sharded_models import TwoBlocks, eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,7 +14,6 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
 from torch_ext_bucketing.passes.separate_groups import SeparateGroups
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward
-from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
+from rank_pool import on_ranks
 from sharded_models import small_transformer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,6 @@ from torch_ext_bucketing.errors import BucketingWarning, RecomputeError
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.graph.nodes import graph_of
 from torch_ext_bucketing.passes.recompute_check import digest_of
-from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("fresh_dynamo")]
 library = torch.library.Library("recompute_test", "FRAGMENT")

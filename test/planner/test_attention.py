@@ -6,10 +6,10 @@ import torch.fx as fx
 import torch.nn as nn
 from collective_graphs import trace
 from cuda_attention import DIM, HEADS, KERNELS, TOKENS, Blocks, fused, halves, outcome, register
+from rank_pool import on_ranks
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.dependencies import is_known, may_run_twice
-from torch_ext_bucketing.testing.ring import on_ranks
 
 pytestmark = pytest.mark.torch
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import fake_group
 from random_joint import BLOCKS, random_joint, random_planner
+from rank_pool import on_ranks
 from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of, trained
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,7 +46,6 @@ from torch_ext_bucketing.planner.resharding import ReshardAfterForward, _choice,
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 UNITS = [["embedding"], ["layers.0"], ["layers.1"], ["head"]]

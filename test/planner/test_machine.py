@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from h100_times import SIMULATOR
 from random_graphs import DIM, forward_graph
+from rank_pool import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ext_bucketing as teb
@@ -22,7 +23,6 @@ from torch_ext_bucketing.planner.cost.machine import H100, Level, Machine, job_m
 from torch_ext_bucketing.planner.cost.measure import measure
 from torch_ext_bucketing.planner.cost.network import INFINIBAND, Protocol, nvlink
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
-from torch_ext_bucketing.testing.ring import on_ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MB = 10**6

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from random_joint import random_planner
+from rank_pool import on_ranks
 from sharded_models import Keep, eager_fsdp2, small_transformer, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
 from two_pools import TwoPools
@@ -31,7 +32,6 @@ from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Options
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.reports.keep import KeepReport
-from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 STREAMS = {"forward": TO_HOST, "backward": FROM_HOST}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from expecttest import assert_expected_inline
 from joint_graphs import Joint
+from rank_pool import on_ranks
 from sharded_models import Capture, Keep, TwoBlocks, eager_fsdp2, step, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,6 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.schedule import model as schedule_model
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
 from torch_ext_bucketing.planner.schedule.policy import Options
-from torch_ext_bucketing.testing.ring import on_ranks
 
 SLICE = torch.ops.aten.slice_copy.Tensor
 UNITS = ["layers.0", ""]

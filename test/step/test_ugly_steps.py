@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from rank_pool import on_ranks
 from step_pairs import UNITS, Pair, Ugly, loss_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from eager_parity.steps import state_digest
 from torch_ext_bucketing._torch.aot import stage_of
-from torch_ext_bucketing.testing.ring import on_ranks
 from torch_ext_bucketing.testing.training import digest
 
 BF16 = torch.bfloat16
@@ -279,7 +279,7 @@ CASES = [
     slow(microbatches, adagrad),
     (skips, fused),
     (skips, sgd),
-    (skips, adagrad),
+    slow(skips, adagrad),
     (scaled, adamw, 0.1, 2),
     slow(scaled, sgd, None),
     slow(scaled, adagrad, 0.1),
@@ -294,7 +294,7 @@ CASES = [
     (two_optimizers, adamw),
     (grown, adamw),
     slow(grown, sgd),
-    (half_state, sgd),
+    slow(half_state, sgd),
     slow(checkpoints, adamw, Files),
     slow(checkpoints, adamw, Distributed),
     slow(checkpoints, sgd, Files),

@@ -107,7 +107,7 @@ FOUND = {
     ("group", "name"),
     [
         *(pytest.param("models", name, marks=pytest.mark.torch) for name in MODELS),
-        *(("faults", name) for name in FAULTS),
+        *(pytest.param("faults", name, marks=pytest.mark.slow) for name in FAULTS),
         *(pytest.param("hybrid", name, marks=pytest.mark.slow) for name in HYBRID),
         *(pytest.param("orders", name, marks=pytest.mark.slow) for name in ORDERS),
     ],
