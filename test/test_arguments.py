@@ -118,10 +118,11 @@ def test_a_bound_refuses_an_optimizer_of_other_parameters(model):
 
 
 @pytest.mark.parametrize("sharding", ["none", "eager"])
-def test_caps_without_collectives_are_a_warning(fake_world, fresh_dynamo, sharding):
+@pytest.mark.parametrize("bucketing", [teb.BucketByCap(8), teb.Schedule(teb.Overlap())])
+def test_a_graph_without_collectives_is_a_warning(fake_world, fresh_dynamo, sharding, bucketing):
     model = TwoBlocks()
     if sharding == "eager":
         eager_fsdp2(model, ["layers.0", "layers.1", ""], init_device_mesh("cpu", (fake_world,)))
-    b = teb.backend("aot_eager", [teb.BucketByCap(8)], model=model)
+    b = teb.backend("aot_eager", [bucketing], model=model)
     with pytest.warns(NotBucketedWarning, match="torch_ext_bucketing.fsdp.fully_shard"):
         step(torch.compile(model, backend=b), TOKENS)

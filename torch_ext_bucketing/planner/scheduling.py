@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from ..passes.bucketing import FixedOrderReduce
 from ..passes.cache_key import brief
 from ..passes.compilation import Compilation
 from ..reports.schedule import EstimateReport
+from ..runtime.watch import watch_for_shards
 from .cost.machine import H100, Machine, check_machine, job_machine
 from .schedule.memory import within
 from .schedule.model import Model, model_of
@@ -108,6 +109,10 @@ class Schedule(GraphPass):
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
+
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Look for shards in the first run, and warn if there are none."""
+        return watch_for_shards(compiled, compilation.watched)
 
     def _schedule(
         self, graph: fx.Graph, compilation: Compilation, searched: Searched | None = None
