@@ -287,7 +287,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
     for state, group in _groups_of(states):
         names_of_each = [_names_of(fsdp_param, names) for fsdp_param in group.fsdp_params]
         params = tuple(fqns[0] for fqns in names_of_each)
-        # Lazy initialization keeps the root's parameters after forward, unless the call said so.
+        # Lazy initialization keeps the root's parameters, unless the call chose for them.
         is_root = state._auto_reshard_after_forward and state._modules[0] in roots
         groups.append(
             ParamGroup(

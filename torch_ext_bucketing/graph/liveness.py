@@ -139,7 +139,8 @@ def with_fused(
     for i, (node, new) in enumerate(zip(dependencies.nodes, live.allocates, strict=True)):
         at_start.difference_update(new)
         row.setdefault(node, i)
-    there = {*at_start, *(s for new in live.allocates for s in new)}  # some are of earlier nodes
+    # A half of a joint graph does not have the storages of the other half.
+    there = {*at_start, *(s for new in live.allocates for s in new)}
     # Storages that hold no node's result, such as a bucket's buffer, keep their uses.
     others = there.difference(s for mine in of_node.values() for s in mine)
     touched_by: dict[int, list[int]] = {}

@@ -57,7 +57,7 @@ class NodeTable:
 
     def needs_end(self, before: int, after: int) -> bool:
         """Return whether ``after``, which needs ``before``, can't begin before it has ended."""
-        # A start's end only holds its wait back: a write to its input, for one, needs its launch.
+        # A start's end holds back its wait and views; a write to its input only needs the launch.
         if self.group[before] is None:
             return True
         start = self.start_of[after]
