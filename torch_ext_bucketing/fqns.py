@@ -23,8 +23,13 @@ _WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 def canonical_fqn(fqn: str) -> str:
     """Remove the names of wrappers and of ``torch.nn.utils.parametrize`` from an FQN.
 
+    A parametrization with several tensors (``original0``, ``original1``: weight norm) stays, since
+    it does not have one parameter to name.
+
     >>> canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
-    'layers.0.wq.weight' >>> canonical_fqn("wq.parametrizations.weight.original") 'wq.weight'
+    'layers.0.wq.weight'
+    >>> canonical_fqn("wq.parametrizations.weight.original")
+    'wq.weight'
     """
     if not isinstance(fqn, str):
         raise TypeError(f"an FQN must be a string, got {fqn!r}")

@@ -129,19 +129,19 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     plain ``Sequential``s must also have equal parameter names, and a child that can't be called (a
     ``ModuleList``) is not a block. Among several lists:
 
-    * The outermost one wins, so lists of experts or heads inside blocks are not block lists. * The
-    children of a list are stages, not blocks (Swin), if in each of them inner block lists
+    * The outermost one wins, so lists of experts or heads inside blocks are not block lists.
+    * The children of a list are stages, not blocks (Swin), if in each of them inner block lists
       hold more than two thirds of the parameters. Inner blocks must have children with children,
       and not be named experts.
-    * Lists of leaf modules (``Linear``) only count if no list has composite ones. * A
-    ``ModuleList`` or ``ModuleDict`` with one composite child counts if nothing outside it is
+    * Lists of leaf modules (``Linear``) only count if no list has composite ones.
+    * A ``ModuleList`` or ``ModuleDict`` with one composite child counts if nothing outside it is
       repeated. Further lists of modules of a block's class count at any length (multi-token
       prediction).
 
     **The rest** follows torchtitan's ``apply_fsdp`` (llama3) and ``apply_fsdp_to_decoder`` (0.3):
 
-    1. Each module registered before the first block list is a unit: ``tok_embeddings``. 2. Each
-    block is a unit, in order. Modules between two block lists form one unit there, but
+    1. Each module registered before the first block list is a unit: ``tok_embeddings``.
+    2. Each block is a unit, in order. Modules between two block lists form one unit there, but
        embeddings one each.
     3. The modules after the last block list form one unit: ``[norm, output]``. It includes a head
        and a final norm that are registered before the blocks. A ``Linear`` with the weight shape of

@@ -5,12 +5,14 @@ hold less memory and expose less communication at the ends of a graph. The bette
 the graph, so the search plans several caps, and schedules the model of each merged graph
 (:mod:`.merged_model`). It tries
 
-1. the same cap for all process groups and kinds; 2. for each group and kind in turn, the next
-smaller and the next larger cap, and caps between these if the step is far from its lower bound; 3.
-with the best caps and the next larger ones, buckets of reduce-scatters that are closed where
-compute runs would become long; 4. in small graphs, if the step is far from its lower bound, moving
-members between neighbouring buckets of the best plan, cutting and joining buckets; 5. the plans of
-users' planners.
+1. the same cap for all process groups and kinds;
+2. for each group and kind in turn, the next smaller and the next larger cap, and caps between these
+   if the step is far from its lower bound;
+3. with the best caps and the next larger ones, buckets of reduce-scatters that are closed where
+   compute runs would become long;
+4. in small graphs, if the step is far from its lower bound, moving members between neighbouring
+   buckets of the best plan, cutting and joining buckets;
+5. the plans of users' planners.
 
 Of plans with nearly equal steps the one with the fewest collectives is chosen. A small difference
 of two estimates decides nothing: latencies that are off by a tenth may outweigh it.
