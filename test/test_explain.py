@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import resource
 import warnings
@@ -21,8 +22,8 @@ from torch_ext_bucketing.errors import BucketingWarning
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.planner.cost.machine import DATA_SHEETS, Machine
-from torch_ext_bucketing.testing.configured import Rule
-from torch_ext_bucketing.testing.target import TargetError
+from torch_ext_bucketing.testing.configured import Rule, state_of
+from torch_ext_bucketing.testing.target import LLAMA3, TargetError
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 HERE = f"{__name__}"
@@ -304,6 +305,55 @@ def test_nothing_is_compiled(backend, monkeypatch):
 def test_the_names_of_data_sheets_and_optimizers_are_the_commands():
     assert set(GPUS) == {*DATA_SHEETS, "cpu"}
     assert get_args(Rule) == OPTIMIZERS
+
+
+def test_tensor_parallelism_by_a_plan(monkeypatch):
+    monkeypatch.setitem(LLAMA3, "tiny", (2, 1024, 8, 2048))
+    nbytes = []
+    for mesh in ({"fsdp": 2}, {"fsdp": 2, "tp": 4}):
+        torch._dynamo.reset()
+        found = explain("tiny", mesh=mesh, sequence=64, batch=2, backend="aot_eager")
+        (forward, _) = found.report.graphs
+        (bucket,) = [b for b in forward.buckets if "blocks.1.mlp.up.weight" in fqns_of(b)]
+        assert (bucket.group_size, len(bucket.members)) == (2, 9)
+        nbytes.append(bucket.nbytes)
+        assert found.tokens == 128
+        assert (found.ranks, found.copies) == (math.prod(mesh.values()), mesh.get("tp", 1))
+    norms = 2 * 1024 * 2 // 2  # bytes of two shards in bf16
+    assert (nbytes[0] - norms) == 4 * (nbytes[1] - norms)
+    activations = found.report.collectives_before["all_reduce"]
+    assert activations > 4 * 2  # two in each block, forward and backward, and more outside
+    with pytest.raises(TargetError, match="tp=16 does not divide the model's 8 heads"):
+        explain("tiny", mesh={"fsdp": 2, "tp": 16})
+
+
+def fqns_of(bucket):
+    return [fqn for member in bucket.members for fqn in member.fqns]
+
+
+def test_a_configuration_of_transformers(tmp_path):
+    pytest.importorskip("transformers", reason="it makes the models: pip install transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **sizes}))
+    found = explain(f"hf:{tmp_path}", mesh={"replicate": 2, "fsdp": 2}, backend="aot_eager")
+    assert found.tokens == 32  # as many as the configuration allows
+    assert {b.group_size for b in found.report.buckets} == {2}
+    for target, mesh, match in (
+        ("hf:no_such_model", {"fsdp": 2}, "no_such_model: transformers makes no model of it"),
+        ("hf:deepseek_v3", {"fsdp": 2, "tp": 8}, "the styles .*moe_tp_experts.* leave tp= out"),
+    ):
+        with pytest.raises(TargetError, match=match):
+            explain(target, mesh=mesh)
+
+
+def test_the_state_of_optimizers():
+    model = torch.nn.ModuleDict({"0": torch.nn.Linear(6, 3), "head": torch.nn.Linear(3, 2)})
+    states = {rule: state_of(model, rule) for rule in get_args(Rule)}
+    matrix, others = 18, 3 + 6 + 2
+    muon = (4 * matrix + 8 * others) / (matrix + others)
+    assert states == {"adamw": 8, "adam": 8, "sgd": 0, "muon": muon}
+    assert state_of(model.bfloat16(), "adamw") == 4
 
 
 def test_the_least_bound_that_works(capsys):
