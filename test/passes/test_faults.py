@@ -712,7 +712,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     TypeError: [
         ("or 'auto', got 'head'", lambda: teb.ReshardAfterForward("head")),
         (r"keep=\[\.\.\.\]", lambda: teb.ReshardAfterForward(["head"])),
-        ("got the string 'head'", lambda: teb.ReshardAfterForward(keep="head")),
+        ("must be a list of FQNs, got 'head'", lambda: teb.ReshardAfterForward(keep="head")),
         (
             "memory must be a PeakMemory or None, got 70",
             lambda: teb.ReshardAfterForward("auto", memory=70),

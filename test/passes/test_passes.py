@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import (
+    C10D,
+    all_gather,
+    assert_same,
     reduce_scatter,
+    run_all_ranks,
     trace,
 )
 from expecttest import assert_expected_inline
@@ -97,6 +101,31 @@ def test_buckets_of_a_unit_in_payload_order(fake_world):
     for start, report in zip(collectives(gm), reports, strict=True):
         assert start.name == report.node
         assert fqns_of(start) == bucket_fqns(report)
+
+
+def test_two_buckets_that_make_a_cycle_together(fake_world):
+    """With a1 -> b1 and b2 -> a2, only one of {a1, a2} and {b1, b2} merges."""
+
+    def crossing(x, y):
+        a1 = reduce_scatter(x, group())
+        b1 = reduce_scatter(all_gather(a1, group()).clone(), group())
+        b2 = reduce_scatter(y, group())
+        a2 = reduce_scatter(all_gather(b2, group()).clone(), group())
+        return b1, a2
+
+    inputs = [[torch.randn(8), torch.randn(8)] for _ in range(4)]
+    gm = trace(crossing, *inputs[0])
+    reductions = [n for n in collectives(gm) if n.target is C10D.reduce_scatter_tensor.default]
+    for node, name in zip(reductions, ["a1", "b1", "b2", "a2"], strict=True):
+        set_tag(node, Tag("reduce_scatter", (name,)))
+    expected = run_all_ranks(gm, inputs)
+    plan = ByUnit(Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",)).plan(
+        GraphAnalysis(gm.graph)
+    )
+    assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
+    assert len(plan.ineligible) == 2
+    apply_plan(GraphAnalysis(gm.graph), plan)
+    assert_same(run_all_ranks(gm, inputs), expected)
 
 
 def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
