@@ -42,29 +42,25 @@ def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> 
         ImportError: matplotlib is not installed.
         OSError: the file can't be written.
     """
-    import matplotlib
+    figure_of(drawn, keep).savefig(path, dpi=110)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+
+def figure_of(drawn: Sequence[Drawn], keep: KeepReport | None = None) -> Any:
+    """Return the ``matplotlib.figure.Figure`` that :func:`plot` writes."""
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    stages = list(dict.fromkeys(d.stage for d in drawn))
+    # Graph breaks make several graphs of one stage.
+    graphs = dict[tuple[int, str], dict[str, Drawn]]()
+    for d in drawn:
+        graphs.setdefault((id(d.report), d.stage), {})[d.version] = d
     curve = keep is not None and bool(keep.curve)
-    figure, axes = pyplot.subplots(
-        4 if curve else 3,
-        len(stages),
-        figsize=(8 * len(stages), 9.5 if curve else 7),
-        squeeze=False,
-        gridspec_kw={"height_ratios": (1, 1, 1.3, 1.3) if curve else (1, 1, 1.3)},
+    figure = Figure(figsize=(8 * len(graphs), 9.5 if curve else 7))
+    ratios = (1, 1, 1.3, 1.3) if curve else (1, 1, 1.3)
+    axes = figure.subplots(
+        len(ratios), len(graphs), squeeze=False, gridspec_kw={"height_ratios": ratios}
     )
-    if keep is not None and curve:
-        _draw_curve(axes[3][0], keep)
-        for axis in axes[3][1:]:
-            axis.set_visible(bool(keep.blocks))
-        if keep.blocks and len(stages) > 1:
-            _draw_blocks(axes[3][1], keep.blocks)
-    for column, stage in enumerate(stages):
-        mine = {d.version: d for d in drawn if d.stage == stage}
+    for column, mine in enumerate(graphs.values()):
         longest = max(d.timeline.step_ms for d in mine.values())
         unit, size = _unit(max(d.timeline.peak_bytes for d in mine.values()))
         axis = axes[2][column]
@@ -76,15 +72,27 @@ def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> 
             axes[row][column].set_xlim(0, longest * 1.01)
         axis.set_xlabel("ms")
         axis.set_ylabel(f"live, {unit}")
-        axis.legend(loc="best")
+        _legend_above(axis)
+        if curve:
+            axes[3][column].set_visible(False)
     kinds = [Patch(color=_COMPUTE, label="compute")]
     kinds += [Patch(color=_color(kind), label=kind.replace("_", "-")) for kind in COLLECTIVES]
-    if any(group in HOST_STREAMS for d in drawn for group in d.model.group):
-        kinds.append(Patch(color=_HOST, label="copy to or from the host"))
-    figure.legend(handles=kinds, loc="upper center", ncol=len(kinds), frameon=False)
+    kinds.append(Patch(color=_HOST, label="host, and copies to or from it"))
+    columns = min(len(kinds), 3 * len(graphs))
+    figure.legend(handles=kinds, loc="upper center", ncol=columns, frameon=False)
+    if keep is not None and keep.blocks and curve and len(graphs) > 1:
+        _draw_blocks(axes[3][1], keep.blocks)
+    marked = [] if keep is None or not curve else _draw_curve(axes[3][0], keep)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    _label(marked)
+    return figure
+
+
+def _legend_above(axis: Any) -> None:
+    """Put the legend above the axes, where it hides nothing."""
+    axis.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncol=3, frameon=False, fontsize=9, borderpad=0.2
+    )
 
 
 def _color(kind: str | None) -> str:
@@ -96,25 +104,53 @@ def _unit(most: int) -> tuple[str, int]:
     return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
 
 
-def _draw_curve(axis: Any, keep: KeepReport) -> None:
-    """Draw the step and the peak of forward and backward over the bound."""
+def _draw_curve(axis: Any, keep: KeepReport) -> list[tuple[Any, float, float, str]]:
+    """Draw the step and the peak of forward and backward over the bound.
+
+    Returns:
+        The points to label: axes, place, and text.
+    """
+    axis.set_visible(True)
     unit, size = _unit(keep.bound_bytes)
     points = sorted(keep.curve)
     bounds = [bound / size for bound, *_ in points]
     axis.plot(bounds, [step for _, step, *_ in points], "o-", color=_COMPUTE)
     axis.set_xlabel(f"bound on the peak, {unit}")
     axis.set_ylabel("forward and backward, ms", color=_COMPUTE)
-    for bound, step, _, count in points:
-        axis.annotate(f"{count} kept", (bound / size, step), fontsize=8)
+    axis.margins(0.08, 0.2)
     memory = axis.twinx()
     memory.plot(bounds, [p / size for *_, p, _ in points], "s--", color=_MEMORY["after"])
     memory.set_ylabel(f"peak, {unit}", color=_MEMORY["after"])
+    memory.margins(0.08, 0.2)
     axis.set_title(
         f"{len(keep.kept)} of {len(keep.units)} units kept under {keep.bound_bytes / size:.2f} "
         f"{unit}: {keep.step_ms[0]:.2f} -> {keep.step_ms[1]:.2f} ms",
         loc="left",
         fontsize=10,
     )
+    steps = ((axis, b / size, step, f"{count} kept") for b, step, _, count in points)
+    return [*steps, *((memory, b / size, p / size, "") for b, _, p, _ in points)]
+
+
+def _label(points: Sequence[tuple[Any, float, float, str]]) -> None:
+    """Label points where there is room beside other labels and markers, and others not at all."""
+    from matplotlib.transforms import Bbox
+
+    taken, inside = [], 5.0
+    for axis, x, y, _ in points:
+        px, py = axis.transData.transform((x, y))
+        taken.append(Bbox.from_extents(px - inside, py - inside, px + inside, py + inside))
+    for axis, x, y, text in filter(lambda point: point[3], points):
+        for right, up in ((6, 5), (6, -13), (-42, 5), (-42, -13)):
+            made = axis.annotate(
+                text, (x, y), xytext=(right, up), textcoords="offset points", fontsize=8
+            )
+            box = made.get_window_extent()
+            clear = not any(box.overlaps(other) for other in taken)
+            if clear and axis.bbox.containsx(box.x0) and axis.bbox.containsx(box.x1):
+                taken.append(box)
+                break
+            made.remove()
 
 
 def _draw_blocks(axis: Any, blocks: Sequence[BlockBytes]) -> None:
@@ -131,7 +167,8 @@ def _draw_blocks(axis: Any, blocks: Sequence[BlockBytes]) -> None:
         below = [one + more for one, more in zip(below, values, strict=True)]
     axis.set_xticks(places, [b.name for b in blocks], rotation=90, fontsize=6)
     axis.set_ylabel(f"activations, {unit}")
-    axis.legend(loc="best", fontsize=8)
+    axis.set_visible(True)
+    _legend_above(axis)
 
 
 def _draw_timeline(axis: Any, d: Drawn) -> None:
