@@ -209,10 +209,15 @@ def must_recompute(node: fx.Node) -> bool:
     )
 
 
+def from_forward(node: fx.Node) -> bool:
+    """Return whether ``node`` was traced in forward; one of a backward graph is computed again."""
+    return node.meta.get("partitioner_tag") == "is_forward"
+
+
 def stage_of(graph: fx.Graph) -> str:
     """Return ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``."""
     inputs = graph.find_nodes(op="placeholder")
-    forward = any(n.meta.get("partitioner_tag") == "is_forward" for n in graph.nodes)
+    forward = any(map(from_forward, graph.nodes))
     if any(map(is_tangent, inputs)):
         # A backward graph also has saved values as inputs, which carry no descriptor.
         return "joint" if forward and all("desc" in n.meta for n in inputs) else "backward"
@@ -241,7 +246,7 @@ class Halves:
                 late[node] = None
             if not is_input or node not in late:
                 pending.append(node)
-            if node.meta.get("partitioner_tag") == "is_forward" or (is_input and node not in late):
+            if from_forward(node) or (is_input and node not in late):
                 self.forward.update(dict.fromkeys(pending))
                 pending.clear()
             if must_recompute(node):
@@ -249,7 +254,7 @@ class Halves:
                 later = [u.meta.get("ac_graph_id") for u in node.users if must_recompute(u)]
                 if region is None or not any(r is not None and region < r for r in later):
                     self.recomputed[node] = None
-        if not any(n.meta.get("partitioner_tag") == "is_forward" for n in graph.nodes):
+        if not any(map(from_forward, graph.nodes)):
             self.forward = {n: None for n in graph.nodes if n not in late and n.op != "output"}
 
     def read_in_backward(self, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:

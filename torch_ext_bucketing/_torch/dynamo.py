@@ -214,8 +214,10 @@ def source_fqn(source: Any) -> str | None:
 
 
 def module_of(node: fx.Node) -> str | None:
-    """Return the FQN of the module whose ``forward`` made a node, or None."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    """Return the FQN of the module whose ``forward`` or its backward made a node, or None."""
+    meta = node.meta  # of a node of backward, the stack of the node that it differentiates
+    stacks = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    stack = list(stacks.values())
     if not stack:
         return None
     expression: str = stack[-1][0]

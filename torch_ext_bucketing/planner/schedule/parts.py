@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from ..._torch.aot import from_forward
 from ...fsdp.rank_order import SUM
 from ...fsdp.tagging import FqnOf, gradients_of, named_inputs
 from ...graph.analysis import GraphAnalysis
@@ -34,7 +35,7 @@ PARTS = {
     "state": "the optimizer's state",
     "gradients": "gradients of parameters, before and after their reduction",
     "gathered": "unsharded parameters",
-    "activations": "inputs, and what forward saves for backward",
+    "activations": "inputs, what forward saves for backward, and what backward computes again",
     "buckets": "packed buffers of collectives, and what is cast for them",
     "workspace": "values that a graph makes and frees itself, and cuBLAS's workspaces",
 }
@@ -122,6 +123,8 @@ def _parts_of_nodes(
                 part[node] = "gathered"
         elif given and given <= {"parameters", "gathered"} and is_move(node):
             part[node] = "gathered"
+        elif analysis.stage == "backward" and from_forward(node):
+            part[node] = "activations"
     gathers = [n for n, found in part.items() if found == "gathered" and is_collective(n)]
     for node in _back([n for start in gathers for n in start.all_input_nodes], _fills):
         if node.op != "placeholder":
