@@ -59,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
         ("--size-hint", int, "N", "number for sizes that depend on data, as an expert's tokens"),
         ("--trace", output_file, "FILE", "write timelines before and after as a Perfetto trace"),
         ("--plot", output_file, "FILE", "draw timelines before and after (needs matplotlib)"),
+        ("--html", output_file, "FILE", "write timelines, memory and buckets as a page to look at"),
         ("--json", output_file, "FILE", "also write the report to FILE"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=text)
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if any(not row["error"] for row in rows) else 1
     given["world_size"] = args.world_size or 8
     explained = explain(
-        args.target, reduce=args.reduce, draw=bool(args.trace or args.plot), **given
+        args.target, reduce=args.reduce, draw=bool(args.trace or args.plot or args.html), **given
     )
     reduce = f", reduce={args.reduce!r}" if args.reduce else ""
     print(f"recipe(model, {args.goal!r}{reduce}):", *explained.passes, sep="\n  ", end="\n\n")
@@ -140,6 +141,13 @@ def run(args: argparse.Namespace) -> int:
 
         kept = (r for r in explained.report.rewrites if isinstance(r, KeepReport))
         plot(explained.drawn, args.plot, next(kept, None))
+    if args.html is not None:
+        from .page import write_page
+
+        sizes = [f"{name}={size}" for name, size in (args.mesh or {}).items()]
+        where = sizes or [f"{given['world_size']} ranks"]
+        title = ", ".join([args.target or "the demo's model", *where, f"goal {args.goal}"])
+        write_page([(title, explained)], args.html)
     return 0
 
 

@@ -1,0 +1,243 @@
+"""Plans as a page: timelines, memory by part, buckets and causes, in one file.
+
+``page.html`` beside this module draws the data that is put into it. The page loads nothing, so that
+it opens from a mail or from a job's artifacts. It uses no library of charts: one would be most of
+each file, and an element for each of the 40,000 kernels of a large model is slow, where a canvas
+draws them in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._torch.dynamo import module_of
+from ..explain import Explanation
+from ..graph.nodes import COLLECTIVES, HOST_STREAMS, collective_kind
+from ..planner.schedule.parts import PARTS
+from ..planner.schedule.plot import Drawn, label
+from ..reports.base import sizes_text
+from ..reports.compile import CompileReport
+from ..reports.keep import KeepReport
+
+_EXPOSED = "kernels wait for communication or the host"
+_BEFORE = (
+    "before: no collectives are merged, and nodes have the graph's order; "
+    "what is kept from forward to backward is the same in both"
+)
+_KINDS = [*COLLECTIVES, "compute", "copy", "host"]
+
+
+def write_page(plans: Sequence[tuple[str, Explanation]], path: Path) -> None:
+    """Write one page for plans.
+
+    Args:
+        plans: titles, and what :func:`.explain` found with ``draw=True``.
+        path: the file.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    found = [_plan(title, explained) for title, explained in plans]
+    data = {"kinds": [k.replace("_", "-") for k in _KINDS], "parts": PARTS, "plans": found}
+    # A name of a module must not end the element that holds the data.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    path.write_text(page.replace("/*DATA*/", text), encoding="utf-8")
+
+
+def _plan(title: str, explained: Explanation) -> dict[str, Any]:
+    report = explained.report
+    keeps = [r for r in report.rewrites if isinstance(r, KeepReport)]
+    state = explained.state_bytes
+    versions = {
+        version: _version([d for d in explained.drawn if d.version == version], report, state)
+        for version in ("before", "after")
+    }
+    warnings = [*report.warnings, *(text for s in report.schedules for text in s.warnings)]
+    return {
+        "title": title,
+        "versions": versions,
+        "about": [
+            _BEFORE,
+            *dict.fromkeys(f"times are for: {s.machine}" for s in report.schedules if s.machine),
+            *(f"warning: {text}" for text in dict.fromkeys(warnings)),
+        ],
+        "passes": [str(p) for p in explained.passes],
+        "summary": _summary(versions, sum(s.bound_ms for s in report.schedules)),
+        "tables": [*_choices(keeps), *_collectives(report)],
+    }
+
+
+def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[str, Any]:
+    """Return the bars of each stream and the bytes over time, graph after graph."""
+    ranks = {b.group: f", {b.group_size} ranks" for b in report.buckets}
+    rows: dict[str, dict[str, list[Any]]] = {}
+    names, live, graphs = dict[str, int](), dict[str, list[int]](), list[dict[str, Any]]()
+    for part in PARTS:
+        live[part] = []
+    times, launches, at = list[float](), Counter[str](), 0.0
+
+    def bar(row: str, kind: str, begin: float, ms: float, name: str, nbytes: int) -> None:
+        if ms > 0:
+            mine = rows.setdefault(row, {key: [] for key in "bdknz"})
+            number = names.setdefault(name, len(names))
+            values = (round(at + begin, 5), round(ms, 5), _KINDS.index(kind), number, nbytes)
+            for column, value in zip(mine.values(), values, strict=True):
+                column.append(value)
+
+    for row in ("host", "compute"):
+        rows[row] = {key: [] for key in "bdknz"}
+    for d in drawn:
+        model, timeline = d.model, d.timeline
+        for place, (i, launched) in enumerate(zip(timeline.order, timeline.launched, strict=True)):
+            node, group, host = model.dependencies.nodes[i], model.group[i], model.host[i]
+            kind = "compute" if group is None else collective_kind(node) or "copy"
+            name, row = _name(d, i), group or "compute"
+            if group is not None and group not in HOST_STREAMS:
+                row = f"group {group}{ranks.get(group, '')}"
+                launches[kind] += 1
+            moved = max(map(model.graph.result_bytes, [node, *node.all_input_nodes[:1]]))
+            nbytes = model.graph.result_bytes(node) if group is None else moved
+            bar("host", "host", launched - host, host, name, nbytes)
+            bar(row, kind, timeline.begin[i], model.ms[i], name, nbytes)
+            now = [state if p == "state" else d.live[p][place] for p in PARTS]
+            if group is None and (not times or now != [mine[-1] for mine in live.values()]):
+                times.append(round(at + timeline.begin[i], 5))
+                for mine, nbytes in zip(live.values(), now, strict=True):
+                    mine.append(nbytes)
+            launches["kernels"] += group is None and host > 0
+        limits = [] if d.report is None else [s.limit_bytes for s in d.report.schedules]
+        same = [x for x in drawn if x.report is d.report]
+        limit = limits[same.index(d)] if len(limits) == len(same) else None
+        end, bound = at + timeline.step_ms, None if limit is None else limit + state
+        graphs.append({"stage": d.stage, "begin": at, "end": end, "bound": bound})
+        at = end
+    totals = [sum(now) for now in zip(*live.values(), strict=True)]
+    peak = totals.index(max(totals)) if totals else -1
+    return {
+        "rows": [{"name": name, **columns} for name, columns in rows.items() if columns["b"]],
+        "names": [*names],
+        "graphs": graphs,
+        "times": times,
+        "live": [*live.values()],
+        "peak": [mine[peak] for mine in live.values()] if totals else [0] * len(PARTS),
+        "step_ms": at,
+        "exposed_ms": sum(d.timeline.exposed_ms for d in drawn),
+        "host_ms": sum(sum(d.model.host) for d in drawn),
+        "launches": dict(launches),
+    }
+
+
+def _name(d: Drawn, i: int) -> str:
+    """Name a node as a pointer shows it, with its operator and module."""
+    node = d.model.dependencies.nodes[i]
+    if d.model.group[i] is not None:
+        return f"{label(node, d.model.graph.hints)} | {node.name}"
+    target = str(node.target).removesuffix(".default")
+    # What packs and unpacks a bucket has the first member's module.
+    mine = "" if d.parts is None else d.parts.of_node.get(node.name)
+    module = None if mine in ("buckets", "gathered") else module_of(node)
+    return f"{node.name} | {target}" + (f" | {module}" if module else "")
+
+
+_Table = dict[str, Any]
+
+
+def _table(title: str, empty: str, head: str, rows: Sequence[Sequence[Any]]) -> _Table:
+    """Describe a table.
+
+    Args:
+        empty: shown in the place of a table without rows.
+        head: names of the columns, separated by commas, each with a type after a colon: ``b`` for
+            bytes, ``n`` for numbers, ``ms``, ``list`` for lines that unfold, ``bar`` for bytes on
+            the device, on the host, and computed again; text without one.
+    """
+    return {"title": title, "empty": empty, "head": head.split(","), "rows": rows}
+
+
+def _summary(versions: dict[str, Any], bound_ms: float) -> _Table:
+    before, after = versions.values()
+    bounds = [g["bound"] for g in after["graphs"] if g["bound"] is not None]
+    peaks = sizes_text(sum(before["peak"]), sum(after["peak"]), *bounds)
+    rows = [
+        (
+            "step, ms",
+            *(f"{v['step_ms']:.2f}" for v in (before, after)),
+            f"no order of these nodes takes less than {bound_ms:.2f}",
+        ),
+        ("exposed, ms", *(f"{v['exposed_ms']:.2f}" for v in (before, after)), _EXPOSED),
+        ("host, ms", *(f"{v['host_ms']:.2f}" for v in (before, after)), "its time to launch"),
+        ("peak", *peaks[:2], ", ".join(dict.fromkeys(f"bound {text}" for text in peaks[2:]))),
+    ]
+    for kind in (*COLLECTIVES, "kernels"):
+        counts = [v["launches"].get(kind, 0) for v in (before, after)]
+        if any(counts):
+            name = kind.replace("_", "-").removesuffix("s")
+            rows.append((f"{name} launches", *map(str, counts), ""))
+    return _table("Summary", "", ",before:n,after:n,", rows)
+
+
+def _choices(keeps: Sequence[KeepReport]) -> Iterator[_Table]:
+    """Yield tables of values that stay from forward to backward, and of other bounds."""
+    empty = "Nothing was chosen: --memory-gib gives a bound to choose under."
+    blocks = [
+        (b.name, b.on_device, b.on_host, b.again, (b.on_device, b.on_host, b.again))
+        for k in keeps
+        for b in k.blocks
+    ]
+    head = "block,on the device:b,on the host:b,computed again:b,:bar"
+    yield _table("Activations by block", empty, head, blocks)
+    units = [
+        (
+            u.name,
+            "kept" if u.kept else "gathered again" if u.parameters else "computed again",
+            u.nbytes,
+            u.gather_ms,
+            u.saved_ms,
+        )
+        for k in keeps
+        for u in k.units
+        if u.kept or not u.part
+    ]
+    head = "unit or activations,in backward,bytes if kept:b,again:ms,keeping saves:ms"
+    yield _table("Kept from forward to backward", empty, head, units)
+    curve = [
+        (bound, step, peak, kept) for k in keeps for bound, step, peak, kept in sorted(k.curve)
+    ]
+    yield _table(
+        "Other bounds, without the host's time", empty, "bound:b,step:ms,peak:b,kept:n", curve
+    )
+
+
+def _collectives(report: CompileReport) -> Iterator[_Table]:
+    buckets, left = list[Sequence[Any]](), list[Sequence[Any]]()
+    for g in report.graphs:
+        for b in g.buckets:
+            kind = COLLECTIVES[b.kind].short + (f" {b.reduce_op}" if b.reduce_op else "")
+            members = [
+                f"{', '.join(m.fqns) or '-'}: {'x'.join(map(str, m.shape)) or 'scalar'} {m.dtype}, "
+                f"{m.nbytes} B at {m.offset}"
+                for m in b.members
+            ]
+            wire = b.nbytes if b.wire_bytes is None else b.wire_bytes
+            cap = f"{wire / b.cap_bytes:.0%}" if b.cap_bytes else "-"
+            shown = (g.stage, kind, b.group, b.group_size, wire, cap, b.closed_by, b.detail)
+            buckets.append((*shown, members, b.node, b.packed_by))
+        for x in g.unmerged:
+            kind = COLLECTIVES[x.kind].short
+            names = ", ".join(x.fqns) or "-"
+            left.append(
+                (g.stage, kind, x.group, x.wire_bytes, x.closed_by, x.reason, names, x.node)
+            )
+        for y in g.ineligible:
+            names = ", ".join(y.fqns) or "-"
+            left.append((g.stage, "-", "-", None, "not eligible", y.reason, names, y.node))
+        left += [(g.stage, "-", "-", None, "in no unit", "", x, "") for x in g.uncovered]
+    head = "graph,kind,group,ranks:n,bytes:b,of cap:n,closed by,cause,members:list,node,packed by"
+    yield _table("Buckets", "No collectives were merged.", head, buckets)
+    head = "graph,kind,group,bytes:b,left by,cause,parameters,node"
+    yield _table("Collectives not merged", "All collectives are in buckets.", head, left)
