@@ -20,6 +20,7 @@ from random_graphs import Builder
 from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.passes.bucketing import BucketByCap
+from torch_ext_bucketing.reports.base import table
 from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.reports.graph import ARTIFACT, ClosedBy
 
@@ -210,3 +211,19 @@ def artifacts(trace, pattern):
             payload = itertools.takewhile(lambda x: x.startswith("\t"), lines[i + 1 :])
             found.append((name, "\n".join(x[1:] for x in payload)))
     return found
+
+
+def test_rows_that_differ_in_one_number_are_one():
+    rows = [f"layers.{i} {part}" for i in (0, 1, 2, 3, 7) for part in ("mlp", "attention")]
+    rows = ["embed", *rows, "layers.9 mlp", "head.1", "head.2"]
+    columns = {"name": str, "size": lambda name: 4 if name == "layers.2 mlp" else 8}
+    assert table(columns, rows, right=[1], join="name") == [
+        "name                       size",
+        "embed                         8",
+        "layers.[0-1, 3, 7, 9] mlp     8",
+        "layers.[0-3, 7] attention     8",
+        "layers.2 mlp                  4",
+        "head.1                        8",
+        "head.2                        8",
+    ]
+    assert len(table(columns, rows)) == 15

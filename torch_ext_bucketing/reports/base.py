@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -61,11 +62,48 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(
-    columns: Mapping[str, Callable[[Any], object]], items: Iterable[Any], right: Sequence[int] = ()
+    columns: Mapping[str, Callable[[Any], object]],
+    items: Iterable[Any],
+    right: Sequence[int] = (),
+    join: str | None = None,
 ) -> list[str]:
-    """Format the columns' names, and a row for each item, as :func:`aligned` lines."""
+    """Format the columns' names, and a row for each item, as :func:`aligned` lines.
+
+    Rows that are alike but for one number in column ``join`` are one row, at the first one's place.
+    """
     rows = [[str(cell(item)) for cell in columns.values()] for item in items]
+    if join is not None:
+        rows = _joined(rows, list(columns).index(join))
     return aligned([list(columns), *rows], right)
+
+
+_ALIKE = 3
+"""Rows that become one: a table of two blocks is easier to read whole."""
+
+
+def _joined(rows: list[list[str]], column: int) -> list[list[str]]:
+    groups: dict[tuple[str, ...], list[tuple[int, list[str]]]] = {}
+    for row in rows:
+        before, number, after = re.fullmatch(r"(\D*)(\d*)(.*)", row[column]).groups()  # type: ignore[union-attr]
+        others = (*row[:column], before, after, *row[column + 1 :])
+        key = others if number else tuple(row)
+        groups.setdefault(key, []).append((int(number or 0), row))
+    joined: dict[int, list[str]] = {}
+    for members in groups.values():
+        first = members[0][1]
+        if len(members) < _ALIKE:
+            joined |= {id(row): row for _, row in members}
+            continue
+        spans: list[list[int]] = []
+        for number in sorted(number for number, _ in members):
+            if spans and number == spans[-1][1] + 1:
+                spans[-1][1] = number
+            else:
+                spans.append([number, number])
+        text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+        name = re.sub(r"\d+", f"[{text}]", first[column], count=1)
+        joined[id(first)] = [*first[:column], name, *first[column + 1 :]]
+    return [joined[id(row)] for row in rows if id(row) in joined]
 
 
 class Record:

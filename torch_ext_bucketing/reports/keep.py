@@ -102,7 +102,9 @@ class KeepReport(Report):
         if self.host_bound_bytes:
             held, bound = size_text(self.host_bytes), size_text(self.host_bound_bytes)
             yield f"  in host memory: {self.parked} activations, {held}, of {bound} allowed"
-            yield from (f"  {line}" for line in table(_BLOCK, self.blocks, right=(1, 2, 3)))
+            yield from (
+                f"  {line}" for line in table(_BLOCK, self.blocks, (1, 2, 3), join="activations of")
+            )
         if self.measured_bytes:
             expected = self.peak_bytes[1] + self.state_bytes
             yield (
@@ -117,7 +119,8 @@ class KeepReport(Report):
             yield f"  one GiB less would {less}"
         if self.units:
             shown = [u for u in self.units if u.kept or not u.part]
-            yield from (f"  {line}" for line in table(_UNIT, shown, right=(2, 3, 4, 5)))
+            rows = table(_UNIT, shown, right=(2, 3, 4, 5), join="unit")
+            yield from (f"  {line}" for line in rows)
         if self.unread:
             yield f"  backward reads nothing of {', '.join(self.unread)}"
         if self.unknown:
