@@ -212,7 +212,7 @@ def _beside_eager(rank, ratio):
     return expected, found, report.host_bytes
 
 
-@pytest.mark.parametrize("ratio", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ratio", [1.0, pytest.param(1.1, marks=pytest.mark.slow)])
 def test_bits_of_eager(ratio):
     parked = []
     for expected, found, nbytes in on_ranks(_beside_eager, ratio):
