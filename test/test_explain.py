@@ -195,6 +195,8 @@ def test_bad_options(capsys):
         with pytest.raises(SystemExit) as stop:
             main(["explain", *argv])
         assert stop.value.code == 2
+    assert main(["explain", f"{HERE}:two_blocks", "--sequence", "8"]) == 1
+    assert "--sequence, --batch) are for named models" in capsys.readouterr().err
     assert main(["explain", "nowhere:f"]) == 1
     assert "no module is named 'nowhere'" in capsys.readouterr().err
 

@@ -109,6 +109,11 @@ def explain(
     if host_gib is not None and memory_gib is None:
         raise TargetError("host memory belongs to a bound: give memory_gib (--memory-gib), too")
     make = maker_of(target)
+    if make is not configured and (sequence, batch) != (None, 1):
+        raise TargetError(
+            f"sequence and batch (--sequence, --batch) are for named models and hf:, and {target} "
+            "makes its inputs itself"
+        )
     if dist.is_initialized():
         raise TargetError(
             "torch.distributed is initialised already; explain starts a fake process group of its "
@@ -226,13 +231,17 @@ def _trace(model: nn.Module, inputs: Any, loss: Any, planner: BucketingBackend) 
         if losses:
             torch.stack(losses).sum().backward()
     except Exception as error:
-        why = f"tracing the model failed: {type(error).__name__}: {error}"
+        remedy = (
+            "a job's torch.compile fails so, too: leave what it names out of the compiled model"
+        )
         if reads_values(error):
-            why += (
-                "\nThe model reads a tensor's value where torch.compile breaks the graph, and no "
+            remedy = (
+                "the model reads a tensor's value where torch.compile breaks the graph, and no "
                 "tensor has values here: TORCH_LOGS=graph_breaks names the place"
             )
-        raise TargetError(why) from error
+        raise TargetError(
+            f"tracing the model failed: {type(error).__name__}: {error}\n{remedy}"
+        ) from error
 
 
 def _demo_model() -> tuple[nn.Module, torch.Tensor]:

@@ -50,7 +50,9 @@ def configured(
         TargetError: the configuration can't be read, or has no plan for tensor parallelism, or
             the mesh does not divide the heads.
     """
-    model, plan, heads, most = _llama(name) if name in LLAMA3 else _of_transformers(name)
+    model, plan, heads, most = (
+        _llama(name, sequence or 8192) if name in LLAMA3 else _of_transformers(name)
+    )
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
         _check_heads(mesh["tp"].size(), heads)
@@ -63,10 +65,16 @@ def configured(
     return model, {"input_ids": tokens, "labels": tokens}, lambda output, inputs: output.loss
 
 
-def _llama(name: str) -> tuple[nn.Module, Mapping[str, str], Mapping[str, int], int]:
+def _llama(name: str, sequence: int) -> tuple[nn.Module, Mapping[str, str], Mapping[str, int], int]:
     layers, dim, heads, hidden = LLAMA3[name]
     config = ModelConfig(
-        vocab=128256, dim=dim, layers=layers, heads=heads, kv_heads=8, hidden=hidden, max_seq=8192
+        vocab=128256,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        hidden=hidden,
+        max_seq=sequence,
     )
     styles = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "wo": "rowwise"}
     plan = {f"blocks.*.attention.{part}": style for part, style in styles.items()}
