@@ -43,9 +43,11 @@ def test_bits_of_any_program_are_those_of_eager_fsdp2(ranks, programs, tensor):
     given = (programs, programs, tensor)
     outcomes = on_ranks(run_drawn, *given, world=ranks, timeout_s=60 * programs)[0]
     assert outcomes["equal"] > programs / 3, outcomes
-    # What eager FSDP2 can and we can't is refused with its reason.
+    # What eager FSDP2 can and we can't is refused with its reason. Before 2.12, eager FSDP2 shards
+    # what units share twice.
+    reasons = ("one step reshards to groups of one size", "is shared with another unit")
     refused = [what for what in outcomes if what.startswith("ours")]
-    assert all("one step reshards to groups of one size" in what for what in refused), outcomes
+    assert all(any(why in what for why in reasons) for what in refused), outcomes
 
 
 def shard(fully_shard, mesh, model=None):
