@@ -143,12 +143,12 @@ def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
     assert "recipe(model, 'speed', reduce='all_to_all'):" in text
     (cost,) = re.findall(r"sums in rank order, ms +(\S+)", text)
     assert float(cost) > 0
-    (ring,) = re.findall(r"\nrings +(\S+) +(\S+) KiB\n", text)
-    (sums,) = re.findall(r"\nall-to-alls, sums in rank order +(\S+) +(\S+) KiB\n", text)
+    (ring,) = re.findall(r"\nrings +(\S+) +(\S+) MiB\n", text)
+    (sums,) = re.findall(r"\nall-to-alls, sums in rank order +(\S+) +(\S+) MiB\n", text)
     assert float(sums[0]) > float(ring[0])
     assert float(sums[1]) > 0
     assert float(ring[1]) > 0
-    peaks = re.findall(r"\npeak +(\S+) KiB +(\S+) KiB  unreordered (\S+) KiB", text)
+    peaks = re.findall(r"\npeak +(\S+) MiB +(\S+) MiB  unreordered (\S+) MiB", text)
     assert len(peaks) == 2
     assert min(float(peak) for row in peaks for peak in row) > 0
     assert 'Goal "speed" has the bits of eager FSDP2 with AllToAllReduceScatter' in text
