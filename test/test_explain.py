@@ -413,7 +413,8 @@ def test_a_plan_of_a_sweep_is_cached_by_content(tmp_path):
 
 
 def test_the_table_of_a_sweep():
-    made = _row({"fsdp": 4}, GIVEN, None)
+    made = _row({"fsdp": 4}, GIVEN, None, draw=True)
+    assert made.pop("page")["title"] == f"{HERE}:two_blocks, fsdp=4"
     rows = [
         {**made, "best": True},
         {**made, "mesh": {"fsdp": 2}, "fits": False, "best": False},
@@ -434,7 +435,8 @@ def test_a_sweep_of_processes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "rows.json"
     command = ["explain", GIVEN["target"], "--goal", "speed", "--memory-gib", "1"]
-    command += ["--sweep", "fsdp=1..4", "--json", str(file)]
+    page = tmp_path / "page.html"
+    command += ["--sweep", "fsdp=1..4", "--json", str(file), "--html", str(page)]
     assert main(command) == 0
     first = capsys.readouterr()
     assert "[3/3] " in first.err
@@ -444,6 +446,7 @@ def test_a_sweep_of_processes(tmp_path, monkeypatch, capsys):
     assert main(command) == 0
     second = capsys.readouterr()
     assert second.out == first.out
+    assert all(f"two_blocks, fsdp={n}" in page.read_text(encoding="utf-8") for n in (1, 2, 4))
     assert second.err.count("from the cache") == 3
 
 

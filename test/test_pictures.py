@@ -12,7 +12,7 @@ from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.__main__ import main
-from torch_ext_bucketing.commands.page import write_page
+from torch_ext_bucketing.commands.page import plan_of, write_page
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.planner.schedule.plot import figure_of
@@ -55,7 +55,7 @@ def plans():
 @pytest.fixture(scope="module")
 def file(plans, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "page.html"
-    write_page(plans, path)
+    write_page([plan_of(title, explained) for title, explained in plans], path)
     return path
 
 

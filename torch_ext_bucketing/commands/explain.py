@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..reports.base import aligned, sizes_text
 from ..testing.target import TargetError, add_command, mesh_of, output_file
-from .sweep import cache_folder, meshes_of, sweep, text_of
+from .sweep import cache_folder, meshes_of, sweep, text_of, title_of
 
 if TYPE_CHECKING:
     from ..reports.compile import CompileReport
@@ -109,7 +109,12 @@ def run(args: argparse.Namespace) -> int:
         folder = None if args.no_cache else cache_folder()
         given |= {"target": args.target, "reduce": args.reduce}
         del given["mesh"]
-        rows = sweep(args.sweep, given, folder)
+        rows = sweep(args.sweep, given, folder, args.html is not None)
+        pages = [row.pop("page") for row in rows if not row["error"] and args.html]
+        if pages:
+            from .page import write_page
+
+            write_page(pages, args.html)
         print(text_of(rows, args.memory_gib), end="")
         if args.json is not None:
             args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -142,12 +147,10 @@ def run(args: argparse.Namespace) -> int:
         kept = (r for r in explained.report.rewrites if isinstance(r, KeepReport))
         plot(explained.drawn, args.plot, next(kept, None))
     if args.html is not None:
-        from .page import write_page
+        from .page import plan_of, write_page
 
-        sizes = [f"{name}={size}" for name, size in (args.mesh or {}).items()]
-        where = sizes or [f"{given['world_size']} ranks"]
-        title = ", ".join([args.target or "the demo's model", *where, f"goal {args.goal}"])
-        write_page([(title, explained)], args.html)
+        where = args.mesh or {"ranks": given["world_size"]}
+        write_page([plan_of(title_of(args.target, where), explained)], args.html)
     return 0
 
 

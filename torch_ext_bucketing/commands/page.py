@@ -31,25 +31,25 @@ _BEFORE = (
 _KINDS = [*COLLECTIVES, "compute", "copy", "host"]
 
 
-def write_page(plans: Sequence[tuple[str, Explanation]], path: Path) -> None:
-    """Write one page for plans.
-
-    Args:
-        plans: titles, and what :func:`.explain` found with ``draw=True``.
-        path: the file.
+def write_page(plans: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write one page for plans, each from :func:`plan_of`.
 
     Raises:
         OSError: the file can't be written.
     """
-    found = [_plan(title, explained) for title, explained in plans]
-    data = {"kinds": [k.replace("_", "-") for k in _KINDS], "parts": PARTS, "plans": found}
+    data = {"kinds": [k.replace("_", "-") for k in _KINDS], "parts": PARTS, "plans": plans}
     # A name of a module must not end the element that holds the data.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     path.write_text(page.replace("/*DATA*/", text), encoding="utf-8")
 
 
-def _plan(title: str, explained: Explanation) -> dict[str, Any]:
+def plan_of(title: str, explained: Explanation) -> dict[str, Any]:
+    """Return a plan's part of the page, as data for JSON.
+
+    Args:
+        explained: found by :func:`.explain` with ``draw=True``.
+    """
     report = explained.report
     keeps = [r for r in report.rewrites if isinstance(r, KeepReport)]
     state = explained.state_bytes

@@ -46,19 +46,23 @@ def meshes_of(text: str) -> list[dict[str, int]]:
 
 
 def sweep(
-    meshes: Sequence[Mapping[str, int]], given: Mapping[str, Any], cache: Path | None
+    meshes: Sequence[Mapping[str, int]],
+    given: Mapping[str, Any],
+    cache: Path | None,
+    draw: bool = False,
 ) -> list[Row]:
     """Plan each mesh, in as many processes as there are CPUs, with a line of progress for each.
 
     Args:
         given: arguments of :func:`.explain` beside ``mesh``.
         cache: folder of plans that were made before; None: none.
+        draw: add each plan's part of a page, ``"page"``.
     """
     rows: dict[int, Row] = {}
     spawn = multiprocessing.get_context("spawn")
     workers = min(len(meshes), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        tasks = {pool.submit(_row, dict(m), given, cache): i for i, m in enumerate(meshes)}
+        tasks = {pool.submit(_row, dict(m), given, cache, draw): i for i, m in enumerate(meshes)}
         for done, task in enumerate(as_completed(tasks), 1):
             try:
                 row = rows[tasks[task]] = task.result()
@@ -149,10 +153,21 @@ def cache_folder() -> Path:
 
 
 def _named(row: Row) -> str:
-    return ",".join(f"{name}={size}" for name, size in row["mesh"].items())
+    return _sizes(row["mesh"])
 
 
-def _row(mesh: dict[str, int], given: Mapping[str, Any], cache: Path | None) -> Row:
+def _sizes(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def title_of(target: str | None, mesh: Mapping[str, int]) -> str:
+    """Return the title of a plan on a page."""
+    return f"{target or 'the model of the demo'}, {_sizes(mesh)}"
+
+
+def _row(
+    mesh: dict[str, int], given: Mapping[str, Any], cache: Path | None, draw: bool = False
+) -> Row:
     """Plan one mesh, or read its plan from ``cache``."""
     import torch
 
@@ -163,13 +178,18 @@ def _row(mesh: dict[str, int], given: Mapping[str, Any], cache: Path | None) -> 
     torch.set_num_threads(1)
     try:
         maker_of(given["target"])  # imports the code that the key is made of
-        path = None if cache is None else cache / f"{_key(mesh, given)}.json"
+        key = _key(mesh, {**given, "draw": True} if draw else given)
+        path = None if cache is None else cache / f"{key}.json"
         if path is not None and path.exists():
             return {**json.loads(path.read_text(encoding="utf-8")), "cached": True}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the row has the figures
             planned = explain(mesh=mesh, draw=True, curve=False, **given)
         row = {"mesh": mesh, "error": "", **figures(planned)}
+        if draw:
+            from .page import plan_of
+
+            row["page"] = plan_of(title_of(given["target"], mesh), planned)
         row["seconds"] = time.process_time() - clock
     except TargetError as error:
         return {"mesh": mesh, "error": str(error), "fits": False, "cached": False}
