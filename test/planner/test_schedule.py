@@ -1023,15 +1023,19 @@ def passes(monkeypatch):
     return made
 
 
-def test_a_bound_out_of_reach_costs_no_search(passes):
-    """The logits come first, and no order has a lower peak."""
+def logits_first() -> fx.Graph:
+    """Make a graph that begins with the logits, so that no order has a lower peak."""
     b = Trainer()
     shards = [b.matrix(DIM // 2) for _ in range(24)]
     x = b.mm(b.matrix(), b.shaped((DIM, 64 * DIM)))
     x = b.mm(x, b.shaped((64 * DIM, DIM)))
     for i, shard in enumerate(shards):
         x = b.mm(x, b.start("all_gather", shard, f"layers.{i}.w"))
-    graph, found = b.finish([x]).graph, []
+    return b.finish([x]).graph
+
+
+def test_a_bound_out_of_reach_costs_no_search(passes):
+    graph, found = logits_first(), []
     for ratio in (10, 0.7):
         passes.clear()
         _, report = choose_caps(
@@ -1102,3 +1106,38 @@ def test_a_bound_out_of_reach_loses_no_order(seed, monkeypatch):
                 report = schedule_model(model, bounds, peak).report
             found.append((round(report.misses, 9), round(report.step_ms[1], 6)))
         assert found[0] <= found[1]
+
+
+def test_the_least_peak_of_one_plan_is_known_to_the_next(passes, monkeypatch):
+    """An order of one sort alone shows no least peak: plans would be tried for a lower one."""
+    monkeypatch.setattr(Model, "least_bytes_at", lambda self, i: 0)
+    graph = random_training(1).graph
+    model, peak = model_of(graph, machine(0.3)), GraphAnalysis(graph).peak_bytes
+    bounds = [Overlap(), PeakMemory(ratio=0.9)]
+    shown = schedule_model(model, bounds, peak)
+    assert shown.report.least_misses == shown.report.misses > 0
+    found = []
+    for least in (0, shown.report.peak_bytes[1]):
+        passes.clear()
+        options = {"final": False, "like": shown.sort, "near": False, "least_bytes": least}
+        made = orders.schedule_within(math.inf, model, bounds, peak, **options)
+        assert made.report.misses == shown.report.misses
+        assert made.report.step_ms[1] == shown.report.step_ms[1]
+        found.append((made.report.least_misses, len(passes)))
+    (_, tried), (known, fewer) = found
+    assert known == shown.report.least_misses
+    assert fewer < tried
+    given = []
+    within = cap_search.schedule_within
+
+    def noted(*args, **options):
+        given.append(options["least_bytes"])
+        return within(*args, **options)
+
+    monkeypatch.setattr(cap_search, "schedule_within", noted)
+    bounds = [Overlap(), PeakMemory(ratio=0.7)]
+    _, report = choose_caps(logits_first(), bounds, caps_mb=RUNGS, machine=machine(0.8))
+    first, *others = given
+    assert first == 0
+    assert others
+    assert set(others) == {report.chosen.peak_bytes}

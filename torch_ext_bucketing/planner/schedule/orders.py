@@ -108,6 +108,7 @@ def schedule_within(
     like: Options | None = None,
     near: bool = True,
     at_most_misses: float = math.inf,
+    least_bytes: int = 0,
 ) -> Scheduled | None:
     """Find an order of a model that takes at most ``at_most_ms`` milliseconds.
 
@@ -122,10 +123,12 @@ def schedule_within(
             option, and all others if that misses a bound. None: try all.
         near: whether to try others than ``like``, too.
         at_most_misses: give up if ``like`` and orders next to it miss the bounds by more.
+        least_bytes: a peak above the bound that no order is taken to go below, unless the model's
+            own does; 0: none is known.
     """
     clock = time.perf_counter()
     bounds = Bounds(model, policy, reference_bytes)
-    orders = _Orders(at_most_ms, model, bounds, quick, final)
+    orders = _Orders(at_most_ms, model, bounds, quick, final, least_bytes)
     best = orders.best_of(like, near, at_most_misses)
     thorough = final and not quick
     if best is not None and thorough:
@@ -144,12 +147,18 @@ class _Orders:
     """The orders of one model that were tried, the graph's own first (``tries``)."""
 
     def __init__(
-        self, at_most_ms: float, model: Model, bounds: Bounds, quick: bool, final: bool
+        self,
+        at_most_ms: float,
+        model: Model,
+        bounds: Bounds,
+        quick: bool,
+        final: bool,
+        least_bytes: int = 0,
     ) -> None:
         self._model, self._bounds, self._at_most_ms = model, bounds, at_most_ms
         self._quick, self._final, self._bound_ms = quick, final, model.paths.bound_ms
         given = bounds.case.given
-        self._least = _LeastPeak(given, bounds.limit_bytes)
+        self._least = _LeastPeak(given, bounds.limit_bytes, least_bytes)
         if not quick:  # the few orders of a quick search are worth making, and show it then
             self._least.prove(model)
         self._wanted = [c for p in bounds.policies for c in p.candidates(bounds.case, quick)]
@@ -381,16 +390,18 @@ class _LeastPeak:
     over the bound, relative to the bound.
     """
 
-    def __init__(self, given: Timeline, bound: int) -> None:
+    def __init__(self, given: Timeline, bound: int, known: int = 0) -> None:
         self._bound, self._given = bound, given
         self._shown = set[bool]()
         self.nbytes, self.misses = 0, 0.0
+        if bound < known <= given.peak_bytes:
+            self._set(known)
 
     def prove(self, model: Model) -> None:
         """Check whether any order has the peak of the graph's."""
         missed = self._bound < self._given.peak_bytes
         if missed and len(model) and self._given.peak_bytes == model.least_bytes_at(self._at):
-            self._learn_all()
+            self._set(self._given.peak_bytes)
 
     def learn(self, made: ListScheduler) -> None:
         """Take note of the peak of an order, or of the part that was made."""
@@ -399,11 +410,10 @@ class _LeastPeak:
             lean = not (options.window or options.depth)
             self._shown.update({lean} if lean or options.window else ())
         if len(self._shown) == 2 and not self.nbytes:
-            self._learn_all()
+            self._set(self._given.peak_bytes)
 
-    def _learn_all(self) -> None:
-        self.nbytes = self._given.peak_bytes
-        self.misses = (self.nbytes - self._bound) / max(1, self._bound)
+    def _set(self, nbytes: int) -> None:
+        self.nbytes, self.misses = nbytes, (nbytes - self._bound) / max(1, self._bound)
 
     @cached_property
     def _at(self) -> int:

@@ -419,6 +419,12 @@ class _Search:
             return True
         return report.misses > 0 and report.peak_bytes[1] > self._unmerged_bytes
 
+    @property
+    def _least_bytes(self) -> int:
+        """The peak of the best plan, if that misses a bound and none is known to be lower; or 0."""
+        known = self.tried and self.chosen.report.misses and not self._may_miss_less()
+        return self.chosen.report.peak_bytes[1] if known else 0
+
     @cached_property
     def _unmerged_bytes(self) -> int:
         return Timeline.of(self._model).peak_bytes
@@ -467,6 +473,7 @@ class _Search:
                 like=like or (self.chosen.sort if self.tried else None),
                 near=like is None,
                 at_most_misses=most,
+                least_bytes=self._least_bytes,
             )
         return self._known[key]
 
