@@ -32,7 +32,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
     ("ranks", "programs", "tensor"),
     [
         (2, 10, 1),
-        (4, 4, 1),
+        (4, 8, 1),
         (4, 10, 2),
         pytest.param(2, 100, 1, marks=pytest.mark.slow),
         pytest.param(4, 60, 1, marks=pytest.mark.slow),
