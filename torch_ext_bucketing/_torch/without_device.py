@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import private_torch
+
+with private_torch():
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _stands_for_cuda: ContextVar[bool] = ContextVar("_stands_for_cuda", default=False)
 
@@ -150,9 +152,15 @@ def _attention_of(gpu: str) -> Iterator[None]:
                 return _call(kernel, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         raise RuntimeError(f"no attention kernel that is switched on takes these inputs on {gpu}")
 
-    with _scoped_library("aten", "IMPL") as library:
-        library.impl("scaled_dot_product_attention", attend, "AutogradCPU", allow_override=True)
-        yield
+    # Compiles make torch remember which kernel the operator has.
+    remembered = _aten.scaled_dot_product_attention.default._dispatch_cache
+    try:
+        with _scoped_library("aten", "IMPL") as library:
+            library.impl("scaled_dot_product_attention", attend, "AutogradCPU", allow_override=True)
+            remembered.clear()
+            yield
+    finally:
+        remembered.clear()
 
 
 # The rules for dense inputs are those of torch's aten/src/ATen/native/transformers/cuda/
