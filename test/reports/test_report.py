@@ -227,3 +227,5 @@ def test_rows_that_differ_in_one_number_are_one():
         "head.2                        8",
     ]
     assert len(table(columns, rows)) == 15
+    odd = [f"node_{n}" for n in range(1, 40, 2)]
+    assert table({"name": str}, odd, join="name") == ["name", "node_[1, 3, 5, 7, ..., 39 (20)]"]

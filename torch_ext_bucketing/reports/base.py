@@ -79,6 +79,8 @@ def table(
 
 _ALIKE = 3
 """Rows that become one: a table of two blocks is easier to read whole."""
+_SPANS = 6
+"""Ranges of numbers that are named; more are counted."""
 
 
 def _joined(rows: list[list[str]], column: int) -> list[list[str]]:
@@ -100,7 +102,10 @@ def _joined(rows: list[list[str]], column: int) -> list[list[str]]:
                 spans[-1][1] = number
             else:
                 spans.append([number, number])
-        text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+        shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in spans]
+        if len(shown) > _SPANS:
+            shown = [*shown[: _SPANS - 2], "...", shown[-1]]
+        text = ", ".join(shown) + (f" ({len(members)})" if "..." in shown else "")
         name = re.sub(r"\d+", f"[{text}]", first[column], count=1)
         joined[id(first)] = [*first[:column], name, *first[column + 1 :]]
     return [joined[id(row)] for row in rows if id(row) in joined]

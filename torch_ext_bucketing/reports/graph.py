@@ -118,7 +118,7 @@ class GraphReport(NotMerged, Report):
     def lines(self, members: bool = True) -> Iterator[str]:
         """Yield a table of the buckets, and the collectives in none."""
         yield self.summary()
-        if self.buckets and not members and not any(b.detail or b.no_key for b in self.buckets):
+        if self.buckets and not members and not any(b.no_key for b in self.buckets):
             yield from ("", *table(_BUCKET, self.buckets, right=(2, 3, 4, 5), join="node"))
         elif self.buckets:
             head, *rows = table(_BUCKET, self.buckets, right=(2, 3, 4, 5))
