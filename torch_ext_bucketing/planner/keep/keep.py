@@ -50,6 +50,7 @@ _NODES = 15_000
 _FEW = 12
 _SCHEDULED = 120
 _SHARES = 4  # of gathers, in the first rankings
+_SHOWN = 16  # of equal gathers, whose gains are evaluated for the report
 _MANY = 32  # with more keepables, don't try each in the remaining room
 
 # If an order that misses the bound is faster than the best that keeps it by this factor, orders
@@ -529,13 +530,27 @@ class KeepPlanner:
 
     def _units(self, kept: _Set) -> tuple[KeptUnit, ...]:
         now, again_ms = self._backward_ms(kept), self._held.again_ms
+        saved = dict[int, float]()
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for k in self.candidates:
+            alike.setdefault((self._kind_of[k], k in kept), []).append(k)
+        for some in alike.values():
+            # Of many equal blocks one in several is evaluated: its neighbours differ little.
+            each = -(-len(some) // _SHOWN)
+            for at, k in enumerate(some):
+                if not self._keepables[k].starts:
+                    saved[k] = again_ms[k]
+                elif at % each == 0:
+                    saved[k] = abs(self._backward_ms(kept ^ {k}) - now)
+                else:
+                    saved[k] = saved[some[at - at % each]]
         return tuple(
             KeptUnit(
                 unit.name,
                 k in kept,
                 unit.nbytes,
                 again_ms[k],
-                abs(self._backward_ms(kept ^ {k}) - now) if unit.starts else again_ms[k],
+                saved[k],
                 len(unit.fqns),
                 unit.whole >= 0,
             )
