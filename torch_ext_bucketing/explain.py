@@ -48,12 +48,12 @@ class Explanation:
     report: CompileReport
     drawn: list[Drawn]
     tokens: int = 0
-    """Of a rank's inputs, by the ids' number, else that of all but their last dimension."""
+    """The number of a rank's token ids, or of its inputs' elements without the last dimension."""
     ranks: int = 1
     copies: int = 1
-    """The ranks that have a share of the same inputs, by tensor parallelism."""
+    """Number of ranks that share the same inputs, by tensor parallelism."""
     state_bytes: int = 0
-    """Of the optimizer on a rank, beside the graphs."""
+    """Bytes of the optimizer's state on a rank, beside the graphs."""
 
     @property
     def peak_bytes(self) -> int:
