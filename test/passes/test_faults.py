@@ -775,7 +775,7 @@ def test_scalars_are_not_sharded_and_nothing_else_is_then(mode):
     with pytest.raises(ValueError, match="parameter scale is a scalar"):
         teb.data_parallel(model, mesh, mode)
     for bad in ({"param_dtype": "bf16"}, {"reduce_dtype": 16}):
-        with pytest.raises(TypeError, match="must be torch dtypes"):
+        with pytest.raises(TypeError, match="_dtype must be a dtype or None, got"):
             teb.data_parallel(model, mesh, mode, **bad)
     with pytest.raises(TypeError, match="must be a DeviceMesh"):
         teb.data_parallel(model, None, mode)

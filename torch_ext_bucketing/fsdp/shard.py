@@ -79,9 +79,8 @@ def data_parallel(
         raise ValueError(f"mode must be 'fully_shard', 'hybrid_shard' or 'replicate', got {mode!r}")
     check_argument("model", model, nn.Module)
     check_argument("mesh", mesh, DeviceMesh)
-    for dtype in (param_dtype, reduce_dtype):
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"param_dtype and reduce_dtype must be torch dtypes, got {dtype!r}")
+    check_argument("param_dtype", param_dtype, torch.dtype | None)
+    check_argument("reduce_dtype", reduce_dtype, torch.dtype | None)
     dims = 2 if mode == "hybrid_shard" else 1
     if mesh.ndim != dims:
         raise ValueError(f"mode {mode!r} needs a {dims}-D mesh, got {mesh.ndim} dimensions")

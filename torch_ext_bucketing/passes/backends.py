@@ -85,8 +85,7 @@ class BucketingBackend:
             raise ValueError(
                 f"prefetch must be a whole number of at least 0, or None, got {prefetch!r}"
             )
-        if not isinstance(self.check_recompute, bool):
-            raise TypeError(f"check_recompute must be True or False, got {self.check_recompute!r}")
+        check_argument("check_recompute", self.check_recompute, bool)
         check_size_hints(self.size_hints)
         check_argument("model", self.model, torch.nn.Module | None)
         check_argument("agree", self.agree, bool)

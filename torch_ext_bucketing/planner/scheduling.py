@@ -175,8 +175,7 @@ class BucketAndSchedule(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reduce is not None and not isinstance(self.reduce, FixedOrderReduce):
-            raise TypeError(f"reduce must be a FixedOrderReduce or None, got {self.reduce!r}")
+        check_argument("reduce", self.reduce, FixedOrderReduce | None)
         check_payload_order(self.payload_order)
         check_argument("caps_mb", self.caps_mb, Sequence | None)
         check_argument("planners", self.planners, Sequence)

@@ -225,8 +225,7 @@ def train_step(
     check_argument("exchange_bytes", exchange_bytes, int | None)
     if exchange_bytes is not None and exchange_bytes < 1:
         raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
-    if not isinstance(grad_scaler, torch.amp.GradScaler | None):
-        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
+    check_argument("grad_scaler", grad_scaler, torch.amp.GradScaler | None)
     scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
     taken: set[torch.Tensor] = set()
     for each in optimizers:
