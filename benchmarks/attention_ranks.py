@@ -49,7 +49,7 @@ from benchmarks.keep_ranks import profiled
 from eager_parity.devices import start, why_no_nccl
 from torch_ext_bucketing.passes.park import Park, ParkReport
 from torch_ext_bucketing.reports.base import columns
-from torch_ext_bucketing.reports.keep import KeepReport
+from torch_ext_bucketing.reports.planner import KeepReport
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer, raw_bytes
 

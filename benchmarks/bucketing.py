@@ -135,8 +135,8 @@ def run_hooks(graph: Graph, cap_mb: float) -> dict[str, float]:
 
 
 def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
-    from torch_ext_bucketing.bucketing.caps import ByCap
     from torch_ext_bucketing.bucketing.pack import apply_plan
+    from torch_ext_bucketing.bucketing.plan import ByCap
 
     keep = parameter_groups(graph)
     started = time.process_time()

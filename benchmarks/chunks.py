@@ -37,24 +37,15 @@ from eager_parity.rows import Row
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.orders import schedule_model
-from torch_ext_bucketing.planner.schedule.policy import Overlap
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.schedule.policy import Overlap, PeakMemory
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.scheduling import schedule
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
-from .command import (
-    add_json,
-    add_number,
-    document_of,
-    matching,
-    parser_of,
-    sayer,
-    write_results,
-)
+from .command import add_json, add_number, document_of, matching, parser_of, sayer, write_results
 from .parallel import Layout, start_world
 from .titan import TitanConfig, build, problem
 

@@ -33,8 +33,7 @@ from benchmarks.tracing import Say, copy_graph, trace_model
 from eager_parity.devices import nodes
 from eager_parity.models import MODELS, build, units_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import kind_of, wire_bytes
-from torch_ext_bucketing.graph.tags import tag_of
+from torch_ext_bucketing.graph.nodes import kind_of, tag_of, wire_bytes
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.merge_amax import MergeAmax
 from torch_ext_bucketing.reports.base import columns

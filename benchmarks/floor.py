@@ -36,8 +36,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.nodes import GraphLike, graph_of
 from torch_ext_bucketing.graph.sizes import SizeHints
-from torch_ext_bucketing.passes.base import GraphPass, Stage
-from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner

@@ -274,7 +274,7 @@ _TRACED_WITH = (
     "graph.nodes",
     "fsdp.shard",
     "fsdp.tagging",
-    "graph.tags",
+    "graph.nodes",
 )
 """Modules of the package that decide what a traced graph looks like."""
 

@@ -29,8 +29,8 @@ from torch._inductor import config, scheduler
 from torch._inductor.compile_fx import compile_fx_inner
 
 from torch_ext_bucketing._torch.inductor import CustomGraphPass
-from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import apply_plan
+from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.fusion import fused
 from torch_ext_bucketing.graph.nodes import FSDP_KINDS

@@ -38,13 +38,12 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.inductor import CustomGraphPass
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
 from torch_ext_bucketing.passes import backends
-from torch_ext_bucketing.passes.base import GraphPass
-from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.passes.pin_order import pin_order
+from torch_ext_bucketing.passes.backends import pin_order
+from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.planner.cost.machine import job_machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.reports.base import columns
-from torch_ext_bucketing.reports.keep import KeepReport
+from torch_ext_bucketing.reports.planner import KeepReport
 
 from . import graphs
 from .command import add_json, add_number, document_of, matching, parser_of, write_results

@@ -37,10 +37,9 @@ from eager_parity.ranks import (
     in_graph_order,
 )
 from torch_ext_bucketing._torch.aot import in_backward
-from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
-from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.passes.whole_step import whole_step_pass
+from torch_ext_bucketing.passes.pipeline import whole_step_pass
 
 BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
 

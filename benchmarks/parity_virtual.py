@@ -21,14 +21,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import torch_ext_bucketing as teb
 from eager_parity.models import batch_of, build, units_of
 from eager_parity.ranks import in_graph_order, wrap_units
-from torch_ext_bucketing.reports.graph import BucketReport
-from torch_ext_bucketing.testing.payloads import (
+from torch_ext_bucketing.reports.compile import BucketReport
+from torch_ext_bucketing.testing.differences import (
     Payload,
+    RingTopology,
     bucket_payloads,
     fsdp_payloads,
     layout_differences,
+    simulate_reduce_scatter,
 )
-from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
 from torch_ext_bucketing.testing.training import digest
 
 RANKS_PER_NODE = 8

@@ -83,8 +83,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
 
 def what_ours_plans(graph: Graph, reference: int) -> tuple[list[Policy], Options]:
     """Return our policies, and the options that choose buckets."""
-    from torch_ext_bucketing.planner.schedule.memory import PeakMemory
-    from torch_ext_bucketing.planner.schedule.policy import Overlap
+    from torch_ext_bucketing.planner.schedule.policy import Overlap, PeakMemory
 
     keep = [*parameter_groups(graph)]
     keep += [name for name, group in graph.groups.items() if group.role == "replicate"]
@@ -103,11 +102,11 @@ def run_ours(
 ) -> dict[str, Any]:
     """Run our bucketing, then our schedule."""
     from eager_parity.devices import nodes
-    from torch_ext_bucketing.bucketing.caps import ByCap
     from torch_ext_bucketing.bucketing.pack import apply_plan
+    from torch_ext_bucketing.bucketing.plan import ByCap
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
-    from torch_ext_bucketing.planner.schedule.scheduler import schedule
-    from torch_ext_bucketing.planner.search.cap_search import BySearch
+    from torch_ext_bucketing.planner.cap_search import BySearch
+    from torch_ext_bucketing.planner.scheduling import schedule
 
     machine = nodes(between)
     policies, options = what_ours_plans(graph, reference)

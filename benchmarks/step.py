@@ -33,9 +33,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.graph.nodes import collective_kind
-from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.graph.nodes import collective_kind, tag_of
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.timeline import Timeline

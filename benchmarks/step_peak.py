@@ -39,8 +39,7 @@ import torch_ext_bucketing as teb
 from eager_parity.devices import start as start_group
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import is_wait, kind_of
-from torch_ext_bucketing.graph.tags import updates_of
+from torch_ext_bucketing.graph.nodes import is_wait, kind_of, updates_of
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer

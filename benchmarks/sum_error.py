@@ -4,7 +4,7 @@
     python benchmarks/sum_error.py --ranks 8,64,512 --plot error.png
 
 Rings add in NCCL's order over nodes of eight ranks and round every partial sum, simulated
-(:mod:`torch_ext_bucketing.testing.sums`); an all-to-all's sum adds in float32 in the order of the
+(:mod:`torch_ext_bucketing.testing.differences`); an all-to-all adds in float32, in order of the
 ranks and is rounded once. Error: the root mean square of the difference from the mean of the same
 bfloat16 values in float64, over that of the mean. "rounded once" is the least that a result in
 bfloat16 can have.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.command import document_of, parser_of, title
 from torch_ext_bucketing.fsdp.rank_order import sum_in_rank_order
 from torch_ext_bucketing.reports.base import columns
-from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
+from torch_ext_bucketing.testing.differences import RingTopology, simulate_reduce_scatter
 
 WAYS = ("bf16 rings", "bf16 wire, fp32 sums in rank order", "rounded once")
 RANKS = (8, 16, 32, 64, 128, 256, 512)

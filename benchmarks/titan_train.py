@@ -246,7 +246,7 @@ def theirs() -> Any:
 def ours(optimizer: bool = False) -> Any:
     """Return the config of the same with our pass pipeline."""
     titan = importlib.import_module("torch_ext_bucketing.trainers.torchtitan")
-    memory = importlib.import_module("torch_ext_bucketing.planner.schedule.memory").PeakMemory
+    memory = importlib.import_module("torch_ext_bucketing.planner.schedule.policy").PeakMemory
     bound = memory(gib=float(os.environ[MIB]) / 1024) if MIB in os.environ else None
     config = theirs()
     config.compile.pass_pipeline = titan.pass_pipeline(bound, optimizer=optimizer)

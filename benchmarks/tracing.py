@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.tagging import FqnOf
-from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.passes.base import Compilation
 
 Phase = Literal["forward", "backward"]
 

@@ -29,8 +29,7 @@ from eager_parity.devices import start, synchronize
 from torch_ext_bucketing.commands.demo_results import Settings
 from torch_ext_bucketing.commands.demo_train import PARAM_DTYPE, REDUCE_DTYPES, make_model
 from torch_ext_bucketing.graph.nodes import GraphLike, Kind, graph_of
-from torch_ext_bucketing.passes.base import Stage
-from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.passes.base import Compilation, Stage
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.cost.measure import measure
 from torch_ext_bucketing.planner.schedule.model import model_of

@@ -42,7 +42,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.reports.base import columns
-from torch_ext_bucketing.testing.payloads import whole_digest
+from torch_ext_bucketing.testing.differences import whole_digest
 from torch_ext_bucketing.testing.trial import hash_of
 
 from .command import add_json, document_of, parser_of, write_results

@@ -16,8 +16,7 @@ from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.__main__ import main
-from torch_ext_bucketing.commands.explain import GPUS, OPTIMIZERS
-from torch_ext_bucketing.commands.sweep import _key, _row, meshes_of, text_of
+from torch_ext_bucketing.commands.explain import GPUS, OPTIMIZERS, _key, _row, meshes_of, text_of
 from torch_ext_bucketing.errors import BucketingWarning
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.shard import data_parallel

@@ -16,7 +16,7 @@ from torch_ext_bucketing.commands.page import plan_of, write_page
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.planner.schedule.plot import figure_of
-from torch_ext_bucketing.reports.keep import BlockBytes, KeepReport
+from torch_ext_bucketing.reports.planner import BlockBytes, KeepReport
 
 HERE = f"{__name__}"
 TITLE = "</script><script>document.title = 'foreign'</script> & <b>"

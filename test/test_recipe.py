@@ -12,7 +12,7 @@ from torch_ext_bucketing.errors import GuessedNamesWarning
 from torch_ext_bucketing.fsdp.plans import manual_plan
 from torch_ext_bucketing.fsdp.units import abbreviated
 from torch_ext_bucketing.planner.step_memory import check_bound
-from torch_ext_bucketing.reports.keep import KeepReport
+from torch_ext_bucketing.reports.planner import KeepReport
 
 MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
 

@@ -3,19 +3,19 @@
 Importing the package changes nothing in torch; only ``hooks.install()``, for torch's own passes,
 does. This module exports what most programs need. The rest is imported from its module:
 
-- ``passes.base``, ``passes.compilation``: for a ``GraphPass`` of your own;
+- ``passes.base``: for a ``GraphPass`` of your own;
 - ``bucketing.plan.BucketPlanner``, ``planner.schedule.policy.Policy``: for a planner or a policy
   of your own;
 - ``passes.park.Park``: activations in host memory, by module;
-- ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
+- ``passes.pipeline.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
 - ``passes.combine_uses``, ``passes.add_by_unit``, ``passes.reduce_scatter_first``,
   ``passes.merge_amax``: the passes that ``MatchFSDP2`` stands for;
 - ``passes.pipeline.in_order``: lists the passes that run for a recipe's list;
 - ``fsdp.ReduceOnce``: several backward calls, one reduction;
 - ``planner.cost.machine.Level``, ``H100``: networks and machines for the cost model;
-- ``planner.schedule.scheduler.schedule``, ``planner.schedule.model.peak_bytes``,
-  ``bucketing.caps.ByCap``, ``runtime.agreement.agree``, ``graph.tags``: the passes' work, as
+- ``planner.scheduling.schedule``, ``planner.schedule.model.peak_bytes``,
+  ``bucketing.plan.ByCap``, ``runtime.agreement.agree``, ``graph.nodes``: the passes' work, as
   functions of one graph;
 - ``testing``: tests of a model on CPU ranks, bit for bit against eager FSDP2.
 """
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from .passes.separate_groups import SeparateGroups as SeparateGroups
     from .planner.cost.machine import Machine as Machine
     from .planner.resharding import ReshardAfterForward as ReshardAfterForward
-    from .planner.schedule.memory import PeakMemory as PeakMemory
     from .planner.schedule.policy import MaxComputeRun as MaxComputeRun
     from .planner.schedule.policy import Overlap as Overlap
+    from .planner.schedule.policy import PeakMemory as PeakMemory
     from .planner.scheduling import BucketAndSchedule as BucketAndSchedule
     from .planner.scheduling import Schedule as Schedule
     from .recipes import recipe as recipe
@@ -66,7 +66,7 @@ _HOME = {
     "MatchFSDP2": "passes.pipeline",
     "MaxComputeRun": "planner.schedule.policy",
     "Overlap": "planner.schedule.policy",
-    "PeakMemory": "planner.schedule.memory",
+    "PeakMemory": "planner.schedule.policy",
     "ReshardAfterForward": "planner.resharding",
     "Schedule": "planner.scheduling",
     "SeparateGroups": "passes.separate_groups",

@@ -26,12 +26,11 @@ from ._torch.without_device import OnCpu, fake_tensors, reads_values
 from .fsdp.shard import data_parallel
 from .graph.sizes import GivenHints
 from .passes.backends import BucketingBackend
-from .passes.base import GraphPass
-from .passes.compilation import Compilation
+from .passes.base import Compilation, GraphPass
 from .planner.cost.machine import Machine, job_machine
 from .planner.resharding import ReshardAfterForward
-from .planner.schedule.memory import PeakMemory
 from .planner.schedule.plot import Drawn
+from .planner.schedule.policy import PeakMemory
 from .planner.step_memory import state_bytes
 from .recipes import Goal, recipe
 from .reports.compile import CompileReport

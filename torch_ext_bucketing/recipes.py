@@ -24,8 +24,7 @@ from .passes.bucketing import BucketByUnit, FixedOrderReduce
 from .passes.pipeline import MatchFSDP2
 from .planner.cost.machine import Machine
 from .planner.resharding import ReshardAfterForward
-from .planner.schedule.memory import PeakMemory
-from .planner.schedule.policy import Overlap
+from .planner.schedule.policy import Overlap, PeakMemory
 from .planner.scheduling import BucketAndSchedule, Schedule
 from .planner.step_memory import check_bound, state_bytes
 

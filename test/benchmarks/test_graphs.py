@@ -23,14 +23,12 @@ from benchmarks import graphs, parallel, titan, tracing
 from benchmarks.graphs import NAMES, count, load, main
 from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from benchmarks.serialize import add_symbols, from_data, symbols_to_data, to_data
-from torch_ext_bucketing._torch.symbols import symbol_facts
+from torch_ext_bucketing._torch.aot import symbol_facts
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import is_assertion, kind_of
+from torch_ext_bucketing.graph.nodes import is_assertion, kind_of, tag_of
 from torch_ext_bucketing.graph.sizes import SizeHints
-from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
-from torch_ext_bucketing.planner.schedule.policy import Overlap
+from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.planner.schedule.policy import Overlap, PeakMemory
 from torch_ext_bucketing.planner.scheduling import BucketAndSchedule
 
 pytestmark = pytest.mark.long

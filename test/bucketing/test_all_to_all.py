@@ -29,22 +29,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
-from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import merge_buckets
+from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import KINDS, group_name, kind_of
-from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag
-from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.graph.nodes import KINDS, Tag, group_name, kind_of, member_tags, set_tag
+from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.bucketing import reduce_by_all_to_all
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
+from torch_ext_bucketing.planner.schedule.merged_model import merged_model
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.planner.search.merged_model import merged_model
+from torch_ext_bucketing.planner.scheduling import schedule
 from torch_ext_bucketing.runtime.launches import launches_of
 from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank

@@ -32,12 +32,18 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import needs_pre_bucketing
 
-from torch_ext_bucketing._torch.estimates import default_cap_mb
-from torch_ext_bucketing.bucketing import caps as caps_module
-from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner, fsdp_starts
+from torch_ext_bucketing._torch.inductor import default_cap_mb
+from torch_ext_bucketing.bucketing import plan as caps_module
 from torch_ext_bucketing.bucketing.contraction import Contraction
 from torch_ext_bucketing.bucketing.pack import apply_plan
-from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan, chosen_groups
+from torch_ext_bucketing.bucketing.plan import (
+    Bucket,
+    ByCap,
+    CapPlanner,
+    MergePlan,
+    chosen_groups,
+    fsdp_starts,
+)
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.dependencies import Writes
 from torch_ext_bucketing.graph.nodes import KINDS, bucket_key, group_name, kind_of, wire_bytes
@@ -497,9 +503,9 @@ import json
 import torch_ext_bucketing as teb
 import torch.distributed as dist
 from random_graphs import WORLD, layered_graph, random_graph
-from torch_ext_bucketing.bucketing.caps import ByCap
+from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.scheduling import schedule
 dist.init_process_group("fake", rank=0, world_size=WORLD)
 for _ in "12":
     dist.new_group(list(range(WORLD)))

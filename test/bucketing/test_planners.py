@@ -15,13 +15,13 @@ from sharded_models import Keep
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import apply_plan
-from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan, checked_plan
+from torch_ext_bucketing.bucketing.plan import Bucket, ByCap, MergePlan, checked_plan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import kind_of
-from torch_ext_bucketing.planner.schedule import orders, scheduler
-from torch_ext_bucketing.planner.search.cap_search import BySearch
+from torch_ext_bucketing.planner.cap_search import BySearch
+from torch_ext_bucketing.planner.schedule import orders
+from torch_ext_bucketing.planner.scheduling import schedule
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 PAGE = Path(teb.__file__).with_name("ARCHITECTURE.md")
@@ -46,8 +46,8 @@ def test_a_planner_of_a_users_own(fake_world: int):
     # Forward and backward: as models before the partitioner runs, and as graphs after it.
     stages = [call.args[1].stage for call in plan.call_args_list]
     assert len(stages) == 4
-    for schedule in backend.last_report().schedules:
-        tried = [t.planner for t in schedule.caps.tried if t.planner]
+    for made in backend.last_report().schedules:
+        tried = [t.planner for t in made.caps.tried if t.planner]
         assert tried in ([], ["SeveralLayers(layers=2)"])  # none where its step is longer
 
 
@@ -106,7 +106,7 @@ def searched(graph: Any) -> tuple[list[Any], Any]:
     plan, report, sort = search.search(GraphAnalysis(graph))
     buckets = [[m.name for m in b.members] for b in plan.buckets]
     apply_plan(GraphAnalysis(graph), plan)
-    made = scheduler.schedule(graph, bounds, machine=machine(2.0), like=sort)
+    made = schedule(graph, bounds, machine=machine(2.0), like=sort)
     tried = [(t.caps_mb, t.step_ms, t.peak_bytes) for t in report.tried]
     orders = [(step, peak) for _, step, peak in made.alternatives]
     return [buckets, tried, orders, made.order], made.chosen

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.graph.nodes import group_size, kind_of
-from torch_ext_bucketing.graph.tags import tag_of
+from torch_ext_bucketing.graph.nodes import group_size, kind_of, tag_of
 from torch_ext_bucketing.testing.comparison import CompareOptions, Comparison
 from torch_ext_bucketing.testing.experiments import compare_on_rank
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks

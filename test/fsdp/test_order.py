@@ -29,7 +29,7 @@ from torch_ext_bucketing._torch import fsdp2 as _fsdp2
 from torch_ext_bucketing.errors import PayloadOrderWarning
 from torch_ext_bucketing.fqns import canonical_fqn, canonical_modules, parameter_names
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder
-from torch_ext_bucketing.graph import tags
+from torch_ext_bucketing.graph.nodes import Tag, set_tag
 from torch_ext_bucketing.passes.tagging import TagParameters
 
 pytestmark = pytest.mark.torch
@@ -489,7 +489,7 @@ def tagged(*fqns, kind="all_gather"):
     graph = fx.Graph()
     node = graph.create_node("call_function", TARGETS[kind], (), name=f"of_{len(fqns)}")
     if fqns:
-        tags.set_tag(node, tags.Tag(kind, fqns))
+        set_tag(node, Tag(kind, fqns))
     return node
 
 

@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder
-from torch_ext_bucketing.graph.nodes import kind_of
-from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
+from torch_ext_bucketing.graph.nodes import Tag, kind_of, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
 

@@ -8,14 +8,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_ext_bucketing._torch.estimates import cublas_workspace_bytes
-from torch_ext_bucketing._torch.inductor import CustomGraphPass
+from torch_ext_bucketing._torch.inductor import CustomGraphPass, cublas_workspace_bytes
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.liveness import beside_bytes, beside_text
-from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.planner.schedule.policy import Case
+from torch_ext_bucketing.planner.schedule.policy import Case, PeakMemory
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 
 aten, MIB = torch.ops.aten, 2**20

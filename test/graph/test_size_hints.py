@@ -21,17 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.bucketing.caps import ByCap
+from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import is_collective
+from torch_ext_bucketing.graph.nodes import Tag, is_collective, set_tag
 from torch_ext_bucketing.graph.sizes import DEFAULT, SizeHints
-from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.policy import Policy
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.scheduling import schedule
 
 pytestmark = pytest.mark.torch
 

@@ -11,23 +11,21 @@ from random_graphs import choose_caps
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import apply_plan
+from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.graph import analysis
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import kind_of
+from torch_ext_bucketing.graph.nodes import kind_of, member_tags, tag_of
 from torch_ext_bucketing.graph.sizes import ShardSide, shard_side
-from torch_ext_bucketing.graph.tags import member_tags, tag_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
+from torch_ext_bucketing.planner.schedule.merged_model import merged_model
 from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
-from torch_ext_bucketing.planner.schedule.policy import MaxComputeRun, Overlap
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.schedule.policy import MaxComputeRun, Overlap, PeakMemory
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.planner.search.merged_model import merged_model
+from torch_ext_bucketing.planner.scheduling import schedule
 
 pytestmark = pytest.mark.torch
 

@@ -8,9 +8,8 @@ import torch.nn as nn
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.nodes import GraphLike, graph_of, kind_of
-from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import in_order
 
 DIM = 32

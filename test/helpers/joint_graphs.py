@@ -10,8 +10,7 @@ from collective_graphs import C10D, run_all_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_ext_bucketing.graph.nodes import group_name, kind_of, set_group_name
-from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.graph.nodes import Tag, group_name, kind_of, set_group_name, set_tag
 
 
 class Joint:

@@ -15,14 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.bucketing.caps import ByCap, Eligible
-from torch_ext_bucketing.bucketing.plan import MergePlan
+from torch_ext_bucketing.bucketing.plan import ByCap, Eligible, MergePlan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import KINDS, Kind, kind_of
-from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.graph.nodes import KINDS, Kind, Tag, kind_of, set_tag
+from torch_ext_bucketing.planner.cap_search import BySearch
 from torch_ext_bucketing.planner.schedule.policy import Options, Policy, policies_of
-from torch_ext_bucketing.planner.search.cap_search import BySearch
-from torch_ext_bucketing.reports.schedule import CapsReport
+from torch_ext_bucketing.reports.planner import CapsReport
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 WORLD = 2

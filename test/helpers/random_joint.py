@@ -10,7 +10,7 @@ from random_graphs import Builder
 
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.graph.nodes import Tag, set_tag
 from torch_ext_bucketing.passes.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Level, Machine

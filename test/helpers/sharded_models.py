@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
-from torch_ext_bucketing.graph.nodes import Kind, kind_of
-from torch_ext_bucketing.graph.tags import Tag
+from torch_ext_bucketing.graph.nodes import Kind, Tag, kind_of
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer, train
 
 

@@ -29,7 +29,7 @@ from patching_trees import (
 )
 
 from torch_ext_bucketing.errors import HooksError, ImportedTooEarlyError
-from torch_ext_bucketing.hooks import HOOK_ENTRIES, imports, install, series, status
+from torch_ext_bucketing.hooks import HOOK_ENTRIES, install, series, status
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 pytestmark = [pytest.mark.hooks, needs_unpatched_torch]
@@ -323,7 +323,7 @@ def installed(
 ) -> tuple[str, str | None] | str:
     """Return the status after ``install``, or its error, which changes nothing."""
     with_series(folder)
-    imports.find_torch = lambda: series.TorchTree(torch_dir, torch.__version__)
+    series.find_torch = lambda: series.TorchTree(torch_dir, torch.__version__)
     finders = list(sys.meta_path)
     for _ in range(2):
         try:

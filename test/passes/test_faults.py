@@ -27,23 +27,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing import pack as merging
-from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import apply_plan
-from torch_ext_bucketing.bucketing.plan import ByUnit
+from torch_ext_bucketing.bucketing.plan import ByCap, ByUnit
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.edits import Snapshot, unchanged_on_error
-from torch_ext_bucketing.graph.nodes import KINDS, kind_of
-from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.graph.nodes import KINDS, Tag, kind_of, set_tag
 from torch_ext_bucketing.passes.add_by_unit import AddByUnit
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.merge_amax import MergeAmax
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
-from torch_ext_bucketing.planner.scheduling import Estimate
+from torch_ext_bucketing.planner.scheduling import Estimate, schedule
 from torch_ext_bucketing.runtime.agreement import agree
 
 ODD: dict[str, Callable[[], fx.GraphModule]] = {}

@@ -33,8 +33,7 @@ from torch_ext_bucketing.errors import (
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder, Units
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import KINDS, kind_of
-from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
+from torch_ext_bucketing.graph.nodes import KINDS, Tag, kind_of, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
@@ -45,7 +44,7 @@ from torch_ext_bucketing.planner.resharding import ReshardAfterForward
 from torch_ext_bucketing.planner.schedule.policy import Overlap
 from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.reports.base import LeftAlone
-from torch_ext_bucketing.reports.graph import Unmerged
+from torch_ext_bucketing.reports.compile import Unmerged
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)

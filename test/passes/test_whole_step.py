@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.nodes import kind_of
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.passes.whole_step import whole_step_pass
+from torch_ext_bucketing.passes.pipeline import whole_step_pass
 
 pytestmark = pytest.mark.torch
 

@@ -15,11 +15,10 @@ from random_graphs import DIM, Trainer, machine
 
 from torch_ext_bucketing.graph.nodes import started_by
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
-from torch_ext_bucketing.planner.schedule.policy import Options, Overlap, Policy
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.schedule.policy import Options, Overlap, PeakMemory, Policy
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.scheduling import schedule
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 LAYERS, ROWS = 12, 16 * DIM

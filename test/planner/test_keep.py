@@ -23,11 +23,10 @@ from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.graph.nodes import graph_of, kind_of
-from torch_ext_bucketing.graph.tags import member_tags, tag_of
+from torch_ext_bucketing.graph.nodes import graph_of, kind_of, member_tags, tag_of
 from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.reshard_to import (
     make_smaller_group,
@@ -43,8 +42,8 @@ from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.keepables import unit_name
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward, _choice, _mark
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of
+from torch_ext_bucketing.planner.schedule.policy import PeakMemory
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 

@@ -15,14 +15,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.graph.nodes import is_collective, is_compute
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.cache_key import brief
-from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
-from torch_ext_bucketing.planner.cost.machine import H100, Level, Machine, job_machine
+from torch_ext_bucketing.planner.cost.machine import (
+    H100,
+    INFINIBAND,
+    Level,
+    Machine,
+    Protocol,
+    job_machine,
+    nvlink,
+)
 from torch_ext_bucketing.planner.cost.measure import measure
-from torch_ext_bucketing.planner.cost.network import INFINIBAND, Protocol, nvlink
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.scheduling import schedule
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MB = 10**6

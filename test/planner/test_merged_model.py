@@ -19,22 +19,19 @@ from random_graphs import (
     random_graph,
 )
 
-from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.pack import merge_buckets
-from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
+from torch_ext_bucketing.bucketing.plan import Bucket, ByCap, MergePlan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.liveness import LiveBytes
-from torch_ext_bucketing.graph.nodes import kind_of
-from torch_ext_bucketing.graph.tags import tag_of
+from torch_ext_bucketing.graph.nodes import kind_of, tag_of
+from torch_ext_bucketing.planner import cap_search as auto_cap
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule, plain_schedule
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
+from torch_ext_bucketing.planner.schedule.merged_model import merged_model
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.orders import schedule_model
-from torch_ext_bucketing.planner.schedule.policy import Case, MaxComputeRun, Overlap
+from torch_ext_bucketing.planner.schedule.policy import Case, MaxComputeRun, Overlap, PeakMemory
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.planner.search import cap_search as auto_cap
-from torch_ext_bucketing.planner.search.merged_model import merged_model
 
 # Kernel times grow with bytes, however few. Launches take next to nothing, each its own time.
 SLOW = Machine(
@@ -170,9 +167,7 @@ def test_no_order_depends_on_views(traced, stage):
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-@pytest.mark.filterwarnings(
-    "ignore::torch_ext_bucketing.planner.schedule.scheduler.BoundNotKeptWarning"
-)
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.planner.scheduling.BoundNotKeptWarning")
 def test_the_search_chooses_as_it_would_by_merging(traced, stage, monkeypatch):
     search = {"caps_mb": (0.05, 0.3, 1.0, 4.0), "machine": SLOW}
     plan, report = choose_caps(traced[stage].graph, POLICIES, **search)

@@ -17,8 +17,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.graph.nodes import FROM_HOST, TO_HOST, graph_of
-from torch_ext_bucketing.graph.tags import tag_of
+from torch_ext_bucketing.graph.nodes import FROM_HOST, TO_HOST, graph_of, tag_of
 from torch_ext_bucketing.passes.base import PARKED
 from torch_ext_bucketing.passes.park import ParkReport, import_copies
 from torch_ext_bucketing.passes.park import finish as finish_copies
@@ -31,7 +30,7 @@ from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Options
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.reports.keep import KeepReport
+from torch_ext_bucketing.reports.planner import KeepReport
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
 STREAMS = {"forward": TO_HOST, "backward": FROM_HOST}

@@ -29,8 +29,8 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing import _source
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.policy import Case, Options, Policy, PolicyReport
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.scheduling import schedule
 from torch_ext_bucketing.reports.compile import CompileReport
 
 pytestmark = pytest.mark.usefixtures("two_ranks")

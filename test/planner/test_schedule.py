@@ -38,9 +38,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
-from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
-from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner
+from torch_ext_bucketing._torch.inductor import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.pack import apply_plan
+from torch_ext_bucketing.bucketing.plan import ByCap, CapPlanner
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NotBucketedWarning
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
@@ -55,8 +55,9 @@ from torch_ext_bucketing.graph.nodes import (
     paused_gc,
     started_by,
 )
-from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.pin_order import pin_order
+from torch_ext_bucketing.passes.backends import backend, pin_order
+from torch_ext_bucketing.planner import cap_search
+from torch_ext_bucketing.planner.cap_search import BySearch, _Search
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.cost.machine import Level
 from torch_ext_bucketing.planner.schedule import orders
@@ -66,16 +67,18 @@ from torch_ext_bucketing.planner.schedule.list_schedule import (
     list_schedule,
     plain_schedule,
 )
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
+from torch_ext_bucketing.planner.schedule.merged_model import layout, merged_model
 from torch_ext_bucketing.planner.schedule.model import Model, model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.orders import _LeastPeak, schedule_model
-from torch_ext_bucketing.planner.schedule.policy import MaxComputeRun, Options, Overlap, forced_run
-from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.schedule.policy import (
+    MaxComputeRun,
+    Options,
+    Overlap,
+    PeakMemory,
+    forced_run,
+)
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.planner.search import cap_search
-from torch_ext_bucketing.planner.search.cap_search import BySearch, _Search
-from torch_ext_bucketing.planner.search.merged_model import layout, merged_model
+from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule, schedule
 from torch_ext_bucketing.reports.base import sizes_text
 
 _aten = torch.ops.aten

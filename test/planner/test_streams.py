@@ -12,10 +12,10 @@ from torch_ext_bucketing.graph.nodes import is_collective, is_compute, started_b
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.planner.schedule.list_schedule import ListScheduler
+from torch_ext_bucketing.planner.schedule.merged_model import merged_model
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Options
 from torch_ext_bucketing.planner.schedule.timeline import Streams, Timeline
-from torch_ext_bucketing.planner.search.merged_model import merged_model
 
 GROUPS = {"far": [0, 8], "further": [0, 9], "near": [0, 1], "nearer": [0, 2]}
 MS = {"far": 4.0, "further": 2.0, "near": 2.0, "nearer": 3.0}

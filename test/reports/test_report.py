@@ -17,12 +17,10 @@ from collective_graphs import PATHS
 from expecttest import assert_expected_inline
 from random_graphs import Builder
 
-from torch_ext_bucketing.graph.nodes import kind_of
-from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.graph.nodes import Tag, kind_of, set_tag
 from torch_ext_bucketing.passes.bucketing import BucketByCap
 from torch_ext_bucketing.reports.base import table
-from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.reports.graph import ARTIFACT, ClosedBy
+from torch_ext_bucketing.reports.compile import ARTIFACT, ClosedBy, CompileReport
 
 CAP = 200 / 2**20
 

@@ -384,6 +384,6 @@ def grids(fake_world):
 
 
 def collectives_of(gm, fqn):
-    from torch_ext_bucketing.graph.tags import tag_of
+    from torch_ext_bucketing.graph.nodes import tag_of
 
     return [t.kind for n in gm.graph.nodes if (t := tag_of(n)) is not None and t.fqns == (fqn,)]

@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from joint_graphs import Joint, collectives
 
 from torch_ext_bucketing._torch.process_groups import is_inside
-from torch_ext_bucketing.passes.reduce_scatter_first import (
-    on_one_grid,
-    reduce_scatter_first,
-)
+from torch_ext_bucketing.passes.reduce_scatter_first import on_one_grid, reduce_scatter_first
 
 pytestmark = pytest.mark.torch
 

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
-from torch_ext_bucketing.bucketing.caps import ByCap
+from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import group_name, group_size, kind_of
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.reshard_to import SmallerGroup, read_first_gathers, reshard_to
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.schedule import model as schedule_model

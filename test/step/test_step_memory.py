@@ -16,7 +16,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import largest_shard_numel
 from torch_ext_bucketing.errors import BoundNotKeptWarning
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.tags import updates_of
+from torch_ext_bucketing.graph.nodes import updates_of
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline

@@ -16,8 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import largest_shard_bytes
 from torch_ext_bucketing.errors import EagerOptimizerWarning
-from torch_ext_bucketing.graph.nodes import is_wait, kind_of
-from torch_ext_bucketing.graph.tags import updates_of
+from torch_ext_bucketing.graph.nodes import is_wait, kind_of, updates_of
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.reports.compile import StepReport
 from torch_ext_bucketing.step import update

@@ -15,7 +15,7 @@ from torch_ext_bucketing.commands.demo_results import (
     demo_result,
     render,
 )
-from torch_ext_bucketing.testing.payloads import Payload, Span, layout_differences
+from torch_ext_bucketing.testing.differences import Payload, Span, layout_differences
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,17 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from torch_ext_bucketing.testing.differences import (
+    ring_order,
+    simulate_all_reduce,
+    simulate_reduce_scatter,
+)
 from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import (
     RingProcessGroup,
     RingTopology,
     register_ring_backend,
     ring_rank,
-)
-from torch_ext_bucketing.testing.sums import (
-    ring_order,
-    simulate_all_reduce,
-    simulate_reduce_scatter,
 )
 
 pytestmark = pytest.mark.long

@@ -42,15 +42,15 @@ from torch_ext_bucketing.fsdp.plans import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.nodes import KINDS, kind_of  # noqa: E402
 from torch_ext_bucketing.passes.backends import backend  # noqa: E402
+from torch_ext_bucketing.passes.base import Compilation  # noqa: E402
 from torch_ext_bucketing.passes.bucketing import BucketByUnit  # noqa: E402
-from torch_ext_bucketing.passes.compilation import Compilation  # noqa: E402
-from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
+from torch_ext_bucketing.passes.pipeline import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward  # noqa: E402
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory  # noqa: E402
+from torch_ext_bucketing.planner.schedule.policy import PeakMemory  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.trainers import torchtitan  # noqa: E402
-from torch_ext_bucketing.trainers.torchtitan_step import check_trainer  # noqa: E402
+from torch_ext_bucketing.trainers.torchtitan import check_trainer  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

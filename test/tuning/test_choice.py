@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from torch_ext_bucketing.reports.schedule import EstimateReport
+from torch_ext_bucketing.reports.planner import EstimateReport
 from torch_ext_bucketing.tuning.choice import (
     CandidateReport,
     Figures,

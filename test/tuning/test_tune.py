@@ -12,7 +12,7 @@ from torch.compiler._cache import CacheArtifactManager
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import BoundNotKeptWarning, TuningError
-from torch_ext_bucketing.reports.schedule import EstimateReport
+from torch_ext_bucketing.reports.planner import EstimateReport
 from torch_ext_bucketing.tuning import tune as module
 from torch_ext_bucketing.tuning.choice import corrected_ms
 

@@ -1,23 +1,40 @@
-"""Define merge plans, their check, the protocol for planners, and the plan by unit.
+"""Plan buckets: by unit, or as few as a byte cap allows.
 
 Planners are :class:`.ByUnit` (one bucket per unit), :class:`.ByCap` (buckets up to a byte cap),
 :class:`.BySearch` (the byte caps of the fastest schedule), and users' own.
+
+By cap, all bucket keys share one contraction, so no two buckets form a cycle. The planner takes the
+members of a bucket key in the order of their waits, since their results are needed in that order,
+and closes the open bucket
+
+- by ``"bytes"``: the next member would exceed the cap;
+- by the ``"run"``: a reduce-scatter would wait for too many compute nodes after the previous
+  bucket;
+- by a ``"dependency"``: the next member and the bucket need each other, directly or through other
+  buckets, or a write to a tensor stands between them;
+- by the ``"end"``: no member is left.
+
+torch's greedy bucketing buckets neighbours first, and merges whole buckets where
+``bucket_max_collectives_between`` is set (see ``torch_patches``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch.fx as fx
 
+from .._torch.inductor import default_cap_mb
 from ..fsdp.units import Units
 from ..graph.analysis import UNTAGGED, Collective, GraphAnalysis
 from ..graph.edits import reading_only
-from ..graph.nodes import FSDP_KINDS, KINDS, Kind
+from ..graph.nodes import FSDP_KINDS, KINDS, Kind, check_kinds, is_wait
 from ..reports.base import LeftAlone, LeftCause
-from ..reports.graph import ClosedBy, NotMerged
+from ..reports.compile import ClosedBy, NotMerged, Unmerged
 from .contraction import Contraction
 
 Groups: TypeAlias = Collection[str] | Literal["primary"] | None
@@ -209,3 +226,280 @@ def _without_unit(c: Collective, unknown: Sequence[str]) -> LeftAlone:
     if unknown:
         return left_alone(c, f"no unit has {', '.join(unknown)}")
     return left_alone(c, f"its parameters {', '.join(c.fqns)} are in several units")
+
+
+Cap: TypeAlias = float | tuple[float, ...] | Callable[[int], float]
+CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
+Eligible: TypeAlias = Literal["tag", "structure"] | Callable[[fx.Node], bool]
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ByCap:
+    """Fill buckets in wait order up to a byte cap.
+
+    Args:
+        cap_mb: cap in MiB on the sum, over members, of the larger of input and output: a number; a
+            tuple with one number per bucket of a bucket key, the last one for all further buckets;
+            a callable of the bucket's index (0, 1, ...); or a mapping to these from process group
+            names, or from pairs of group name and kind. None, or a missing entry: the size that
+            saturates the group's network by torch's estimate. A member above the cap stays alone.
+        kinds: kinds to bucket; others are not reported one by one.
+        eligible: ``"tag"``: collectives with a tag, which serve parameters. ``"structure"``: the
+            starts that :func:`fsdp_starts` finds. Or a callable of the start node.
+        groups: process groups to bucket, see :data:`.Groups`. A gather in a smaller group
+            (``ReshardAfterForward(to=...)``) counts for the group that shards the parameter.
+        max_compute_run: see :class:`.MaxComputeRun`.
+        non_adjacent: False merges only members whose waits follow each other among the eligible
+            waits of one kind; the bucket index restarts at 0 at each such run.
+    """
+
+    cap_mb: CapMb = None
+    _: KW_ONLY
+    kinds: Collection[Kind] = FSDP_KINDS
+    eligible: Eligible = "tag"
+    groups: Groups = None
+    max_compute_run: int | None = None
+    non_adjacent: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", check_kinds(self.kinds))
+        object.__setattr__(self, "groups", check_groups(self.groups))
+        if self.eligible not in ("tag", "structure") and not callable(self.eligible):
+            raise ValueError(
+                f"eligible must be 'tag', 'structure' or a callable, got {self.eligible!r}"
+            )
+        run = self.max_compute_run
+        if run is not None and (not isinstance(run, int) or isinstance(run, bool) or run < 1):
+            raise ValueError(f"max_compute_run must be a whole number of at least 1, got {run!r}")
+        check_caps(self.cap_mb)
+
+    def plan(self, analysis: GraphAnalysis) -> MergePlan:
+        """Plan a graph; ``buckets`` and ``unmerged`` give the reasons why buckets were closed.
+
+        A ``RuntimeError`` chains the error of a callable that failed, changed the graph or
+        communicated.
+        """
+        caps = list(self.cap_mb.values()) if isinstance(self.cap_mb, Mapping) else [self.cap_mb]
+        cap_mb = next(filter(callable, caps), None)
+        with reading_only(analysis.graph, cap_mb=cap_mb, eligible=self.eligible):
+            return CapPlanner(analysis, self).plan(self.cap_mb, self.max_compute_run)
+
+
+class CapPlanner:
+    """Plan one graph under several caps, reading the graph once.
+
+    Caps and ``max_compute_run`` of ``options`` are ignored; callers guard a user's ``eligible``
+    with :func:`.reading_only`.
+    """
+
+    def __init__(self, analysis: GraphAnalysis, options: ByCap) -> None:
+        self.analysis = analysis
+        self._contracted = Contraction(analysis)
+        self._position = self._contracted.position
+        self._default_cap = cache(default_cap_mb)
+        self._non_adjacent = options.non_adjacent
+        mergeable, self._left, counts = _candidates(analysis, options.kinds, options.eligible)
+        chosen = chosen_groups(options.groups, counts)
+        # Groups in one scope are planned together, scopes one after the other.
+        self._scopes = [chosen] if options.groups is None else [(group,) for group in chosen]
+        self._left += [
+            left_alone(c, f"its process group {c.home} is not one of groups=")
+            for c in mergeable
+            if c.home not in chosen
+        ]
+        self._in_wait_order = sorted(
+            (c for c in mergeable if c.home in chosen),
+            key=lambda c: (KINDS.index(c.kind), analysis.position[c.wait]),
+        )
+
+    def plan(self, cap_mb: CapMb = None, max_compute_run: int | None = None) -> MergePlan:
+        """Plan with one cap and one bound on compute runs."""
+        # A search plans one graph hundreds of times: only the buckets are forgotten in between.
+        self._contracted.reset()
+        self._cap_mb, self._max_run = cap_mb, max_compute_run
+        self._buckets: list[Bucket] = []
+        self._unmerged: list[tuple[int, Unmerged]] = []
+        for groups in self._scopes:
+            members = [c for c in self._in_wait_order if c.home in groups]
+            for run in _runs(members, self._non_adjacent):
+                self._fill(run)
+        return MergePlan(
+            buckets=tuple(sorted(self._buckets, key=lambda b: self._position(b.members[0]))),
+            ineligible=tuple(self._left),
+            unmerged=tuple(u for _, u in sorted(self._unmerged, key=lambda item: item[0])),
+        )
+
+    def runs(self) -> list[list[Collective]]:
+        """Return the mergeable collectives of each bucket key, in fill order."""
+        return _runs(self._in_wait_order, non_adjacent=True)
+
+    def _fill(self, candidates: list[Collective]) -> None:
+        """Plan the buckets of one bucket key."""
+        cap_of = self._cap_of(candidates[0])
+        index, cap = 0, cap_of(0)
+        members: list[Collective] = []
+        filled = self._reached = 0  # compute nodes up to the previous bucket's last member
+        for c in candidates:
+            if members:
+                closed_by, detail = self._closed_by(c, filled, cap)
+                if closed_by is None:
+                    members.append(c)
+                    filled += c.wire_bytes
+                    continue
+                self._end(members, filled, cap, closed_by, detail)
+                index += 1
+                cap = cap_of(index)
+            self._contracted.open(c.start)
+            members, filled = [c], c.wire_bytes
+        self._end(members, filled, cap, "end", "")
+
+    def _closed_by(self, c: Collective, filled: int, cap: int) -> tuple[ClosedBy | None, str]:
+        # Cheap checks first; only the contraction's changes the bucket.
+        filled += c.wire_bytes
+        if filled > cap:
+            return "bytes", f"with {c.start.name}: {filled} bytes, above the cap of {cap}"
+        if self._max_run is not None and c.kind == "reduce_scatter":
+            run = self.analysis.compute_before[c.start] - self._reached
+            if run > self._max_run:
+                return "run", f"with {c.start.name}: {run} compute nodes since the bucket before"
+        if self._contracted.try_add(c.start):
+            return None, ""
+        return "dependency", self._contracted.why(c.start)
+
+    def _end(
+        self, members: list[Collective], filled: int, cap: int, closed_by: ClosedBy, detail: str
+    ) -> None:
+        self._contracted.close()
+        if self._max_run is not None:
+            self._reached = max(self.analysis.compute_before[c.start] for c in members)
+        one = members[0]
+        if len(members) > 1:
+            ordered = tuple(sorted((c.start for c in members), key=self._position))
+            self._buckets.append(Bucket(one.kind, None, ordered, closed_by, detail, filled, cap))
+            return
+        if closed_by == "end":
+            detail = "no other collective of its bucket key follows"
+        unmerged = Unmerged(
+            one.fqns, detail, one.start.name, one.kind, one.group, filled, closed_by
+        )
+        self._unmerged.append((self._position(one.start), unmerged))
+
+    def _cap_of(self, c: Collective) -> Callable[[int], int]:
+        cap: Any = self._cap_mb
+        if isinstance(cap, Mapping):
+            cap = cap.get((c.group, c.kind), cap.get(c.group))
+        if cap is None:
+            cap = self._default_cap(c.ranks)
+
+        def cap_bytes(index: int) -> int:
+            value = cap[min(index, len(cap) - 1)] if isinstance(cap, tuple) else cap
+            if callable(cap):
+                try:
+                    value = cap(index)
+                except Exception as error:
+                    where = f"bucket {index} of the {c.kind} group {c.group}"
+                    raise RuntimeError(f"cap_mb failed for {where}") from error
+            check_cap(value, f"the cap of bucket {index}")
+            return int(min(value * _MIB, 2**63))  # a huge float has no place in a report
+
+        return cap_bytes
+
+
+def _candidates(
+    analysis: GraphAnalysis, kinds: Collection[Kind], eligible: Eligible
+) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
+    """Return the mergeable collectives, the others, and counts of eligible ones by group."""
+    mergeable: list[Collective] = []
+    left: list[LeftAlone] = []
+    counts: dict[str, dict[str, int]] = {}
+    is_eligible: Callable[[Collective], Any]
+    cause = LeftCause.OTHER
+    if eligible == "tag":
+        is_eligible, otherwise, cause = (lambda c: c.tag), UNTAGGED, LeftCause.UNTAGGED
+    elif eligible == "structure":
+        ours = fsdp_starts(analysis)
+        is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
+        otherwise = "its place in the graph is not that of an FSDP collective"
+    else:
+        is_eligible, otherwise = (lambda c: eligible(c.start)), "it is not eligible"
+
+    for c in analysis.collectives.values():
+        # Gathers choose the primary group, whichever kinds are bucketed.
+        if c.kind not in kinds and c.kind != "all_gather":
+            continue
+        try:
+            wanted = bool(is_eligible(c))
+        except Exception as error:
+            raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
+        if wanted:
+            # A bucket counts as its members, so that planning twice gives the same plan.
+            counts.setdefault(c.home, dict.fromkeys(KINDS, 0))[c.kind] += c.count
+        if c.kind not in kinds:
+            continue
+        if c.why_not:
+            left.append(left_alone(c, c.why_not))
+        elif not wanted:
+            left.append(left_alone(c, otherwise, cause))
+        else:
+            mergeable.append(c)
+    return mergeable, left, counts
+
+
+def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
+    """Find the starts that torch takes for FSDP's by their place in the graph, in graph order.
+
+    An all-gather counts if exactly one placeholder leads to it (torch's ``is_fsdp_all_gather``), a
+    reduce-scatter if its result reaches only outputs through operators of one input
+    (``is_fsdp_reduce_scatter_wait``), and an all-reduce if such a gather is on its group
+    (``bucket_fsdp_all_reduce``).
+    """
+    # One walk each way; torch walks once per collective.
+    nodes = analysis.nodes
+    sources: dict[fx.Node, list[fx.Node]] = {}  # placeholders that lead to a node, two at most
+    for node in nodes:
+        above = dict.fromkeys(s for arg in node.all_input_nodes for s in sources[arg])
+        sources[node] = [node] if node.op == "placeholder" else list(above)[:2]
+    only_outputs: dict[fx.Node, bool] = {}
+    for node in reversed(nodes):
+        only_outputs[node] = all(
+            user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs[user])
+            for user in node.users
+        )
+    all_gathers = (c for c in analysis.collectives.values() if c.kind == "all_gather")
+    gathers = {c.start: c for c in all_gathers if len(sources[c.start]) == 1}
+    groups = {c.group for c in gathers.values()}
+
+    def is_ours(c: Collective) -> bool:
+        if c.kind == "reduce_scatter":
+            waits = [user for user in c.start.users if is_wait(user)]
+            return bool(waits) and all(wait.users and only_outputs[wait] for wait in waits)
+        return c.start in gathers or (c.kind == "all_reduce" and c.group in groups)
+
+    return {start: None for start, c in analysis.collectives.items() if is_ours(c)}
+
+
+def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective]]:
+    """Split members into runs of one bucket key, in wait order."""
+    if not non_adjacent:
+        return [list(run) for _, run in itertools.groupby(members, lambda c: c.key)]
+    runs: dict[Any, list[Collective]] = {}
+    for c in members:
+        runs.setdefault(c.key, []).append(c)
+    return list(runs.values())
+
+
+def check_caps(cap_mb: CapMb) -> None:
+    """Raise a ValueError unless all numbers in ``cap_mb`` of :class:`ByCap` are positive."""
+    caps: dict[Any, Any] = dict(cap_mb) if isinstance(cap_mb, Mapping) else {"": cap_mb}
+    for group, cap in caps.items():
+        if cap is not None and not callable(cap):
+            for one in cap if isinstance(cap, tuple) and cap else (cap,):
+                check_cap(one, f"cap_mb of group {group}" if group else "cap_mb")
+
+
+def check_cap(cap: Any, what: str) -> None:
+    """Raise a ValueError that names ``what`` unless ``cap`` is a positive number of MiB."""
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
+        raise ValueError(f"{what} must be a positive number of MiB, got {cap!r}")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..reports.base import columns
-from ..testing.payloads import Payload, layout_differences, whole_digest
+from ..testing.differences import Payload, layout_differences, whole_digest
 from ..testing.target import check_options, option
 
 HEAD_DIM = 32  # width of one attention head

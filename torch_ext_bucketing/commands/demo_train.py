@@ -21,7 +21,7 @@ from ..passes.bucketing import BucketByUnit
 from ..planner.resharding import ReshardAfterForward
 from ..testing import text
 from ..testing.comparison import CompareOptions
-from ..testing.payloads import bucket_payloads, fsdp_payloads
+from ..testing.differences import bucket_payloads, fsdp_payloads
 from ..testing.ranks import Rank
 from ..testing.training import ModelConfig, Training, Transformer, count_collectives
 from ..testing.trial import Run, Trial

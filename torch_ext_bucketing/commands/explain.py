@@ -1,25 +1,248 @@
-"""The command ``python -m torch_ext_bucketing explain``."""
+"""Run ``python -m torch_ext_bucketing explain``: one plan, or a table of several meshes."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
+import itertools
 import json
 import math
+import multiprocessing
+import os
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..reports.base import aligned, sizes_text
 from ..testing.target import TargetError, add_command, mesh_of, output_file
-from .sweep import cache_folder, meshes_of, sweep, text_of, title_of
 
 if TYPE_CHECKING:
+    from ..explain import Explanation
     from ..reports.compile import CompileReport
+
+
+Row = dict[str, Any]
+_GIB = 2**30
+_PACKAGE = __package__.partition(".")[0]
+_OVER_THE_STEP = ("parameters", "gradients", "state")
+_OTHERS = ("activations", "gathered", "buckets", "workspace", "host")
+
+
+def meshes_of(text: str) -> list[dict[str, int]]:
+    """Convert an option such as ``fsdp=64..512,tp=8``: ranges are doubled from their first size."""
+    choices = []
+    for part in text.split(","):
+        name, _, sizes = part.partition("=")
+        first, dots, last = map(str.strip, sizes.partition(".."))
+        (low,) = mesh_of(f"fsdp={first}").values()
+        (high,) = mesh_of(f"fsdp={last if dots else first}").values()
+        if high < low:
+            raise argparse.ArgumentTypeError(f"{text!r}: {high} is below {low}")
+        choices.append([f"{name}={low << i}" for i in range((high // low).bit_length())])
+    return [mesh_of(",".join(parts)) for parts in itertools.product(*choices)]
+
+
+def sweep(
+    meshes: Sequence[Mapping[str, int]],
+    given: Mapping[str, Any],
+    cache: Path | None,
+    draw: bool = False,
+) -> list[Row]:
+    """Plan each mesh, in as many processes as there are CPUs, with a line of progress for each.
+
+    Args:
+        given: arguments of :func:`.explain` beside ``mesh``.
+        cache: folder of plans that were made before; None: none.
+        draw: add each plan's part of a page, ``"page"``.
+    """
+    rows: dict[int, Row] = {}
+    spawn = multiprocessing.get_context("spawn")
+    workers = min(len(meshes), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        tasks = {pool.submit(_row, dict(m), given, cache, draw): i for i, m in enumerate(meshes)}
+        for done, task in enumerate(as_completed(tasks), 1):
+            try:
+                row = rows[tasks[task]] = task.result()
+            except BrokenProcessPool as error:
+                raise TargetError(
+                    "a process that plans was ended, perhaps for want of memory; plans that are "
+                    "complete are in the cache, so the same command goes on from there"
+                ) from error
+            how = row["error"] or ("from the cache" if row["cached"] else f"{row['seconds']:.0f} s")
+            print(f"[{done}/{len(meshes)}] {_named(row)}: {how}", file=sys.stderr, flush=True)
+    found = [rows[i] for i in range(len(meshes))]
+    fits = [row for row in found if row["fits"]]
+    for row in found:
+        row["best"] = bool(fits) and row is max(fits, key=lambda r: r["tokens_per_s_per_gpu"])
+    return found
+
+
+def text_of(rows: Sequence[Row], memory_gib: float | None) -> str:
+    """Format the plans as a table, and name the best one."""
+    parts = (*_OVER_THE_STEP, *_OTHERS)
+    head = ("mesh", "step, ms", "tokens/s/GPU", "exposed, ms", "peak, GiB", *parts, "stay", "")
+    lines: list[Sequence[str]] = [head]
+    for row in (r for r in rows if not r["error"]):
+        sizes = [f"{row['peak'][part] / _GIB:.2f}" for part in parts]
+        note = "best" if row["best"] else "" if row["fits"] else "above the bound"
+        lines.append(
+            (
+                _named(row),
+                f"{row['step_ms']:.1f}",
+                f"{row['tokens_per_s_per_gpu']:.0f}",
+                f"{row['exposed_ms']:.1f}",
+                f"{row['peak_bytes'] / _GIB:.2f}",
+                *sizes,
+                row["stay"],
+                note,
+            )
+        )
+    failed = [f"{_named(row)}: {row['error']}" for row in rows if row["error"]]
+    about = "parts in GiB at the peak; stay: units gathered, groups of activations saved, parked"
+    if memory_gib is not None and not any(row["fits"] for row in rows):
+        made = [row["peak_bytes"] for row in rows if not row["error"]]
+        least = f"; the least peak is {min(made) / _GIB:.2f} GiB" if made else ""
+        about += f"\nno mesh keeps {memory_gib:g} GiB{least}"
+    return "\n".join([*aligned(lines, right=range(1, len(head) - 2)), about, *failed, ""])
+
+
+def figures(planned: Explanation) -> Row:
+    """Return the figures of a step: times, tokens, and the peak by part from the drawn graphs."""
+    from ..planner.schedule.plot import PARTS
+    from ..reports.planner import KeepReport
+
+    schedules = planned.report.schedules
+    step = sum(s.step_ms[1] for s in schedules)
+    peak = dict.fromkeys((*PARTS, "host"), 0)
+    most = -1
+    for drawn in planned.drawn:
+        totals = [sum(values) for values in zip(*drawn.live.values(), strict=True)]
+        if drawn.version == "after" and max(totals, default=-1) > most:
+            most = max(totals)
+            peak |= {part: n[totals.index(most)] for part, n in drawn.live.items()}
+    peak["state"] += planned.state_bytes
+    row: Row = {"stay": "", "recomputed_bytes": 0}
+    for keep in planned.report.rewrites:
+        if isinstance(keep, KeepReport):
+            gathered = [u.kept for u in keep.units if u.parameters and not u.part]
+            saved = [u.kept for u in keep.units if not u.parameters]
+            peak["host"] += keep.host_bytes
+            kept = f"{sum(gathered)} of {len(gathered)}, {sum(saved)} of {len(saved)}"
+            row["stay"] = f"{kept}, {keep.parked}"
+            row["recomputed_bytes"] += sum(block.again for block in keep.blocks)
+    per_s = planned.tokens / planned.copies / step * 1e3 if step else 0.0
+    return {
+        "step_ms": step,
+        "tokens_per_s": per_s * planned.ranks,
+        "tokens_per_s_per_gpu": per_s,
+        "exposed_ms": sum(s.exposed_ms[1] for s in schedules),
+        "peak_bytes": planned.peak_bytes,
+        "peak": peak,
+        "collectives": planned.report.collectives_after,
+        **row,
+    }
+
+
+def cache_folder() -> Path:
+    """Return the folder of plans, below ``XDG_CACHE_HOME``."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "torch_ext_bucketing" / "explain"
+
+
+def _named(row: Row) -> str:
+    return _sizes(row["mesh"])
+
+
+def _sizes(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def title_of(target: str | None, mesh: Mapping[str, int]) -> str:
+    """Return the title of a plan on a page."""
+    return f"{target or 'the model of the demo'}, {_sizes(mesh)}"
+
+
+def _row(
+    mesh: dict[str, int], given: Mapping[str, Any], cache: Path | None, draw: bool = False
+) -> Row:
+    """Plan one mesh, or read its plan from ``cache``."""
+    import torch
+
+    from ..explain import explain, maker_of
+
+    clock = time.process_time()
+
+    torch.set_num_threads(1)
+    try:
+        maker_of(given["target"])  # imports the code that the key is made of
+        key = _key(mesh, {**given, "draw": True} if draw else given)
+        path = None if cache is None else cache / f"{key}.json"
+        if path is not None and path.exists():
+            return {**json.loads(path.read_text(encoding="utf-8")), "cached": True}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the row has the figures
+            planned = explain(mesh=mesh, draw=True, curve=False, **given)
+        row = {"mesh": mesh, "error": "", **figures(planned)}
+        if draw:
+            from .page import plan_of
+
+            row["page"] = plan_of(title_of(given["target"], mesh), planned)
+        row["seconds"] = time.process_time() - clock
+    except TargetError as error:
+        return {"mesh": mesh, "error": str(error), "fits": False, "cached": False}
+    bound = given["memory_gib"]
+    row["fits"] = bound is None or row["peak_bytes"] <= bound * _GIB
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(row), encoding="utf-8")
+        partial.replace(path)
+    return {**row, "cached": False}
+
+
+def _key(mesh: Mapping[str, int], given: Mapping[str, Any]) -> str:
+    """Digest all that a plan depends on: options, versions, and code outside of libraries."""
+    digest = hashlib.sha256(repr((mesh, sorted(given.items()), *_versions())).encode())
+    for part in (_file_of(str(given["target"])), *_own_code()):
+        digest.update(part.read_bytes() if part is not None else b"")
+    return digest.hexdigest()
+
+
+def _versions() -> Iterator[str]:
+    from .._source import package_digest, source_digest
+
+    models = ("configured", "target", "training")
+    yield package_digest() + source_digest(*(f"{_PACKAGE}.testing.{name}" for name in models))
+    for name in ("torch", "transformers"):
+        if name in sys.modules:
+            yield f"{name} {sys.modules[name].__version__}"
+
+
+def _file_of(target: str) -> Path | None:
+    path = Path(target.removeprefix("hf:"))
+    path = path / "config.json" if path.is_dir() else path
+    return path if path.is_file() else None
+
+
+def _own_code() -> Iterator[Path]:
+    libraries = tuple(sysconfig.get_paths().values())
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] != _PACKAGE]
+    files = {getattr(module, "__file__", None) for module in modules}
+    for file in sorted(f for f in files if f and f.endswith(".py")):
+        if not file.startswith(libraries) and Path(file).is_file():
+            yield Path(file)
+
 
 GPUS = ("h100", "h200", "b200", "gb200", "a100", "mi300x", "cpu")
 """Data sheets; ``cpu`` stands for CPU ranks, with the times of the default GPU."""
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
-_GIB = 2**30
 _PASSED_ON = ("goal", "mesh", "sequence", "batch", "optimizer", "memory_gib", "host_gib", "backend")
 
 _DESCRIPTION = """\
@@ -97,7 +320,7 @@ def run(args: argparse.Namespace) -> int:
     from ..explain import explain
     from ..planner.cost.machine import DATA_SHEETS, Machine
     from ..planner.schedule.plot import write_trace
-    from ..reports.keep import KeepReport
+    from ..reports.planner import KeepReport
 
     try:
         machine = DATA_SHEETS.get(args.gpu) if args.machine is None else Machine.load(args.machine)

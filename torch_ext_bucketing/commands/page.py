@@ -17,11 +17,10 @@ from typing import Any
 from .._torch.dynamo import module_of
 from ..explain import Explanation
 from ..graph.nodes import COLLECTIVES, HOST_STREAMS, collective_kind
-from ..planner.schedule.parts import PARTS
-from ..planner.schedule.plot import Drawn, label
+from ..planner.schedule.plot import PARTS, Drawn, label
 from ..reports.base import sizes_text
 from ..reports.compile import CompileReport
-from ..reports.keep import KeepReport
+from ..reports.planner import KeepReport
 
 _EXPOSED = "kernels wait for communication or the host"
 _BEFORE = (

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from .._torch.aot import fake_mode, fake_mode_of
 from .._torch.fsdp2 import map_parts, parts_of, shard_of, spanned
-from .._torch.symbols import fake_mode, fake_mode_of
 
 _c10d = torch.ops._c10d_functional
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")

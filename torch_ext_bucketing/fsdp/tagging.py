@@ -1,6 +1,6 @@
 """Find the parameters that each collective of a joint graph serves, and the nodes in between.
 
-Tags (:mod:`.graph.tags`) are set on the joint forward+backward graph, the only one where
+Tags (:mod:`.graph.nodes`) are set on the joint forward+backward graph, the only one where
 AOTAutograd's descriptors identify parameters among the inputs and gradients among the outputs::
 
     w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)
@@ -25,8 +25,7 @@ import torch.utils._pytree as pytree
 from .._torch.aot import Halves, base_input, gradient_outputs, param_target, plain_index
 from ..fqns import canonical_fqn
 from ..graph.dependencies import may_run_twice
-from ..graph.nodes import graph_of, is_compute, kind_of
-from ..graph.tags import Tag, is_bucket, set_tag, tag_of
+from ..graph.nodes import Tag, graph_of, is_bucket, is_compute, kind_of, set_tag, tag_of
 from ..graph.values import CONSTANTS, SCALES, is_move
 
 T = TypeVar("T")

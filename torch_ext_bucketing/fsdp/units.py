@@ -33,7 +33,7 @@ from ..fqns import (
     parameter_names,
     unwrapped,
 )
-from ..graph import tags
+from ..graph.nodes import kind_of, tag_of
 from .wrapping import param_groups
 
 
@@ -412,10 +412,10 @@ class FSDPParamOrder(Units, CustomPassBase):
         the whole bucket in graph order, without a tag or if the order does not know a parameter;
         passes warn of these.
         """
-        tag = tags.tag_of(start)
+        tag = tag_of(start)
         if tag is None or self.unknown(tag.fqns):
             return None
-        reduces = tags.kind_of(start) in ("reduce_scatter", "all_reduce")
+        reduces = kind_of(start) in ("reduce_scatter", "all_reduce")
         payloads = self._reduced if reduces and self.reduce_units else self
         return min(place for fqn in tag.fqns if (place := payloads.place_of(fqn)) is not None)
 

@@ -43,13 +43,7 @@ from .._torch.fsdp2 import (
 )
 from .._torch.process_groups import ranks_of
 from ..errors import check_argument
-from ..fqns import (
-    canonical_fqn,
-    format_names,
-    modules_of_call,
-    outermost,
-    parameter_names,
-)
+from ..fqns import canonical_fqn, format_names, modules_of_call, outermost, parameter_names
 from .shard import Layout, change_class, distribute_parameters
 from .unit_inputs import register_casts, run_first
 

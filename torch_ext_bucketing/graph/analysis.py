@@ -19,10 +19,9 @@ import torch
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from .._torch.aot import stage_of
-from .._torch.estimates import size_hint
+from .._torch.aot import depends_on_data, stage_of
+from .._torch.inductor import size_hint
 from .._torch.process_groups import is_inside, ranks_of
-from .._torch.symbols import depends_on_data
 from .dependencies import Dependencies, Writes, unused
 from .fusion import Fused, fused
 from .liveness import Storages, storages_of, with_fused
@@ -32,16 +31,19 @@ from .nodes import (
     bucket_key,
     group_name,
     group_size,
+    home_group,
+    is_bucket,
     is_collective,
     is_compute,
     kind_of,
+    member_count,
     only_wait,
     reduce_op,
     sent_as_bytes,
+    tag_of,
     wire_bytes,
 )
 from .sizes import GivenHints, ShardSide, SizeHints, result_bytes, shard_side
-from .tags import home_group, is_bucket, member_count, tag_of
 from .values import positions
 
 _c10d = torch.ops._c10d_functional

@@ -22,11 +22,12 @@ import torch.fx as fx
 
 from .._torch import aot as _aot
 from .._torch.aot import stage_of
-from .._torch.estimates import cublas_workspace_bytes
+from .._torch.inductor import cublas_workspace_bytes
 from .._torch.without_device import stands_for_cuda
 from .dependencies import Dependencies, Precedence, written_values
 from .fusion import Fused
 from .nodes import (
+    buffer_bytes,
     is_collective,
     is_compute,
     is_number,
@@ -36,7 +37,6 @@ from .nodes import (
     tensors_in,
 )
 from .sizes import ShardSide, SizeHints, shard_side, work_of
-from .tags import buffer_bytes
 
 _NEVER = 2**62  # uses of a storage that is never freed
 

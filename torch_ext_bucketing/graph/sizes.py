@@ -28,9 +28,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.fx as fx
 
-from .._torch.symbols import size_with, symbol_facts
-from .nodes import group_size, is_compute, is_wait, kind_of, tensors_in
-from .tags import note, noted
+from .._torch.aot import size_with, symbol_facts
+from .nodes import group_size, is_compute, is_wait, kind_of, note, noted, tensors_in
 from .values import is_move
 
 DEFAULT = 8192

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .._torch.symbols import same_shape
+from .._torch.aot import same_shape
 from .nodes import group_name, group_size, is_wait, kind_of, reduce_op
 
 _aten = torch.ops.aten

@@ -24,8 +24,7 @@ from ..fsdp.units import Units, modules_with_input_nodes
 from ..graph.values import keeps_values
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
-from .base import GraphPass
-from .compilation import Compilation
+from .base import Compilation, GraphPass
 
 
 @dataclass(frozen=True)

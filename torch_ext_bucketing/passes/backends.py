@@ -1,4 +1,18 @@
-"""Compile with graph passes: backends for ``torch.compile``."""
+"""Compile with graph passes: backends for ``torch.compile``.
+
+Inductor's scheduler may move a node to anywhere after its inputs: to lower the peak of memory
+(``reorder_for_peak_memory``), to start collectives earlier (``enable_simple_overlap``), to have
+fewer partitions for CUDA graphs. So :func:`pin_order` pins the order of collectives, copies to and
+from host memory, waits and compute nodes. Kernels between them may still fuse and move::
+
+    mm1  mm2  rs  mm3  wait         mm2 after mm1, rs after mm2, mm3 after rs, wait after mm3
+
+It also pins where a bucket of reductions is packed. Inductor allocates the whole buffer for the
+first kernel that writes a part of it. That kernel may fuse with the one that computes the part,
+long before the other parts exist::
+
+    sum  ...  mm1  cat(sum, mm1)  rs         cat after mm1, with all kernels that copy into it
+"""
 
 from __future__ import annotations
 
@@ -20,6 +34,7 @@ from .._torch.aot import copies_in_partitioner
 from .._torch.inductor import (
     CustomGraphPass,
     compile_inductor,
+    run_after,
     sort_topologically,
     uses_cuda_graphs,
 )
@@ -29,19 +44,63 @@ from ..errors import GuessedNamesWarning, NoUuidError, check_argument
 from ..fqns import format_names
 from ..fsdp.shard import attach
 from ..fsdp.tagging import gradients_of, named_inputs
-from ..graph.nodes import GraphLike, graph_of
+from ..graph.nodes import (
+    GraphLike,
+    graph_of,
+    host_stream,
+    is_collective,
+    is_compute,
+    is_number,
+    is_view,
+    launched_by,
+)
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
-from ..reports.compile import CompileReport
-from ..reports.graph import GraphReport
+from ..reports.compile import CompileReport, GraphReport
 from ..runtime import agreement
 from ..runtime.agreement import as_fresh_frame, before_first_run
 from ..runtime.launches import GraphLaunches, launches_of
-from .base import ORDER, PARKED, GraphPass, Stage
+from .base import ORDER, PARKED, Compilation, Extension, GraphPass, Stage
 from .cache_key import code_of_fields, describe, digest, log_no_uuid
-from .compilation import Compilation, Extension
-from .pin_order import pin_order
 from .pipeline import Pipeline
 from .recompute_check import RecomputeCheck
+
+
+def pin_order(graph: fx.Graph) -> int:
+    """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
+    packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
+    wanted: dict[fx.Node, list[fx.Node]] = {}
+    pinned: list[fx.Node] = []
+    after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
+    for node in graph.nodes:
+        # A bucket is packed part by part, so each part counts.
+        last = min if node in packs else max
+        # A number, such as a size, needs no kernel of the node that it is read from.
+        after[node] = (
+            0 if is_number(node) else last(map(after.__getitem__, node.all_input_nodes), default=0)
+        )
+        starts = is_collective(node) or host_stream(node) is not None
+        in_order = starts or launched_by(node) is not None or is_compute(node)
+        if (in_order or node in packs) and after[node] < len(pinned):
+            wanted[node] = pinned[-1:]
+            after[node] = len(pinned)
+        if in_order:
+            pinned.append(node)
+            after[node] = len(pinned)
+    run_after(graph, wanted)
+    return len(wanted)
+
+
+def _pack(start: fx.Node) -> fx.Node | None:
+    """Find the ``cat`` that packs the buffer of a collective and of nothing else."""
+    node = start
+    while node is start or is_view(node):
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+        if len(node.users) > 1:
+            return None
+    return node if node.target == torch.ops.aten.cat.default else None
+
 
 log = logging.getLogger("torch_ext_bucketing")
 

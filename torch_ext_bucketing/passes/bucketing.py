@@ -1,4 +1,26 @@
-"""Merge collectives by unit or by a byte cap, and reduce gradients in rank order."""
+"""Merge collectives by unit or by a byte cap, and reduce gradients in rank order.
+
+A ring adds an element's contributions in an order that depends on the element's offset in the
+buffer, and rounds each partial sum to the wire's dtype. With :class:`FixedOrderReduce` every rank
+receives all contributions to its own part and adds them itself. For n ranks with a packed buffer
+``g`` each::
+
+    before    g [n * k] ----------> reduce_scatter avg -> wait ------------------------> [k]
+
+    after     g [n * k] ----------> all_to_all -> wait -> sum in rank order -----------> [k]
+
+    before    g [m] --------------> all_reduce avg -> wait ----------------------------> [m]
+
+    after     g [m] -> pad [n * k] -> all_to_all -> wait -> sum in rank order -> [k]
+                                   -> all_gather -> wait -> slice ---------------------> [m]
+
+    after     g [m] --------------> all_gather -> wait -> sum in rank order -----------> [m]
+    (n = 2)
+
+The sum is a chain of additions: a kernel may choose the order of a ``sum`` over a dimension. The
+chain is one operator (:func:`.sum_in_rank_order`), so the size of a graph does not depend on the
+number of ranks, and Inductor makes one kernel of it (:mod:`._torch.inductor`).
+"""
 
 from __future__ import annotations
 
@@ -9,20 +31,78 @@ from typing import Any, Literal
 import torch
 import torch.fx as fx
 
+from .._torch.aot import in_backward, mark_backward
 from .._torch.inductor import lower_sum
-from ..bucketing.all_to_all import reduce_by_all_to_all
-from ..bucketing.caps import ByCap, CapMb, Eligible
-from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
-from ..bucketing.plan import ByUnit, Groups, check_groups
+from ..bucketing.pack import PayloadKey, Writer, check_payload_order, merge_and_report
+from ..bucketing.plan import ByCap, ByUnit, CapMb, Eligible, Groups, check_groups
 from ..errors import check_argument
-from ..fsdp.rank_order import SUM, check_accumulate
+from ..fsdp.rank_order import SUM, check_accumulate, steps_of
 from ..fsdp.units import Units
+from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.edits import unchanged_on_error
-from ..graph.nodes import FSDP_KINDS, Kind, check_kinds
+from ..graph.nodes import FSDP_KINDS, Kind, argument, check_kinds, mark_replaced
 from ..runtime.watch import RunWatch, watch_for_shards
-from .base import BUCKETS, ORDER, RANK_ORDER, TAGS, GraphPass
+from .base import BUCKETS, ORDER, RANK_ORDER, TAGS, Compilation, GraphPass
 from .checks import DividedUnits
-from .compilation import Compilation
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
+    """Replace the gradient reductions of a tagged graph, with sums in the dtype ``accumulate``."""
+    for c in GraphAnalysis(graph).gradient_sums.values():
+        _replace(graph, c, accumulate)
+
+
+def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
+    """Replace one reduction; the new start keeps the old one's name, which reports use."""
+    start, wait, kind, ranks = c.start, c.wait, c.kind, c.ranks
+    readers = list(wait.users)
+    average, group = c.reduce_op == "avg", argument(start, "group_name")
+    value = start.all_input_nodes[0]
+    dtype = value.meta["val"].dtype
+    w = Writer(graph, [start])
+    with graph.inserting_before(start):
+        # Output shape; sizes that depend on data are fx nodes.
+        shape = w.shape(value)
+        if kind == "reduce_scatter":
+            shape = [w.divided(shape[0], ranks), *shape[1:]]
+        size = w.numel(value)
+        flat = w.reshape(value, [size])
+        steps = steps_of(kind, ranks, isinstance(size, int))
+        # An all-reduce is summed in parts only where padding to whole parts is known now.
+        if kind == "reduce_scatter":
+            part = w.divided(size, ranks)
+        elif steps == ("all_gather",) or not isinstance(size, int):
+            part = size
+        else:
+            part = -(-size // ranks)
+            if part * ranks > size:
+                padding = [flat, [0, part * ranks - size]]
+                flat = w.new(_aten.constant_pad_nd.default, padding, dtype, [part * ranks])
+    mark_replaced(start)
+    if steps == ("all_gather",):
+        w.change(start, _c10d.all_gather_into_tensor.default, flat, ranks, group)
+    else:
+        splits = [part] * ranks
+        w.change(start, _c10d.all_to_all_single.default, flat, splits, list(splits), group)
+    w.change(wait, _c10d.wait_tensor.default, start)
+    with graph.inserting_before(wait.next):
+        result = w.new(SUM, [wait, ranks, accumulate, average], dtype, [part])
+        if len(steps) > 1:
+            whole = w.times(part, ranks)
+            arguments = [result, ranks, group]
+            gather = w.new(_c10d.all_gather_into_tensor.default, arguments, dtype, [whole])
+            result = w.wait(gather, [whole])
+            if whole != size:
+                result = w.view(_aten.slice.Tensor, [result, 0, 0, size], [size])
+        if shape != [size if kind == "all_reduce" else part]:
+            result = w.viewed(result, shape)
+    for reader in readers:
+        reader.replace_input_with(wait, result)
+    if in_backward(start):
+        mark_backward(w.nodes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -140,7 +220,7 @@ class FixedOrderReduce(GraphPass):
 
     Runs after the passes that bucket and before :class:`.Schedule`; ``BucketAndSchedule`` takes it
     as ``reduce=``. Only sums and averages of floating-point gradients of parameters are replaced,
-    on groups of more than one rank. :mod:`.bucketing.all_to_all` shows the graphs.
+    on groups of more than one rank. The module shows the graphs.
 
     Args:
         accumulate: ``torch.float32`` or ``torch.float64``, the dtype of the sums, or of the

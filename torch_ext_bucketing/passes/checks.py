@@ -21,11 +21,10 @@ import torch.fx as fx
 from ..errors import NotBucketedWarning, PayloadOrderWarning
 from ..fqns import format_names
 from ..fsdp.units import Units
-from ..graph.nodes import Kind
-from ..graph.tags import member_tags, replaced_kind, tag_of
+from ..graph.nodes import Kind, member_tags, replaced_kind, tag_of
 from ..reports.base import LeftAlone, LeftCause
-from ..reports.graph import GraphReport, Unmerged
-from .compilation import Compilation
+from ..reports.compile import GraphReport, Unmerged
+from .base import Compilation
 
 _SHOWN = 8
 """Names in one warning; the report has all."""

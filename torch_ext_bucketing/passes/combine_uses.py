@@ -32,15 +32,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from .._torch.aot import base_input, gradient_outputs, in_backward
+from .._torch.aot import base_input, gradient_outputs, in_backward, same_shape
 from .._torch.inductor import sort_topologically
-from .._torch.symbols import same_shape
 from ..fsdp.tagging import in_other_form
 from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Writes, may_run_twice
 from ..graph.edits import ancestors, call, contiguous_copy, unchanged_on_error
-from ..graph.nodes import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
-from ..graph.tags import tag_of
+from ..graph.nodes import group_name, group_size, is_view, kind_of, only_wait, tag_of, wire_bytes
 from ..graph.values import (
     Cut,
     StructuralIds,
@@ -52,8 +50,7 @@ from ..graph.values import (
 )
 from ..reports.base import LeftAlone, LeftCause, size_text
 from ..reports.compile import RewriteReport
-from .base import TAGS, GraphPass
-from .compilation import Compilation
+from .base import TAGS, Compilation, GraphPass
 
 _aten = torch.ops.aten
 

@@ -23,12 +23,10 @@ from ..bucketing.pack import pack
 from ..graph.analysis import unmergeable
 from ..graph.dependencies import Writes
 from ..graph.edits import ancestors, unchanged_on_error
-from ..graph.nodes import bucket_key, kind_of, reduce_op
-from ..graph.tags import tag_of
+from ..graph.nodes import bucket_key, kind_of, reduce_op, tag_of
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
-from .base import TAGS, GraphPass
-from .compilation import Compilation
+from .base import TAGS, Compilation, GraphPass
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,11 @@ from .._torch.inductor import sort_topologically
 from .._torch.process_groups import is_inside, ranks_of
 from ..graph.dependencies import Writes
 from ..graph.edits import contiguous_copy, unchanged_on_error
-from ..graph.nodes import group_name, kind_of, nbytes_of, only_wait, reduce_op, started_by
-from ..graph.tags import tag_of
+from ..graph.nodes import group_name, kind_of, nbytes_of, only_wait, reduce_op, started_by, tag_of
 from ..graph.values import SCALES, Cut, cuts_before, is_move, outside_reader, positions
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import TAGS, GraphPass
-from .compilation import Compilation
+from .base import TAGS, Compilation, GraphPass
 
 _c10d = torch.ops._c10d_functional
 

@@ -43,8 +43,18 @@ from .._torch.aot import Halves, mark_recompute, mark_save
 from .._torch.process_groups import default_group, new_groups, ranks_of
 from ..fsdp.tagging import Chains, read_in_forward
 from ..graph.edits import call, unchanged_on_error
-from ..graph.nodes import group_name, group_size, kind_of, nbytes_of, only_wait
-from ..graph.tags import Tag, home_group, is_bucket, set_tag, tag_of
+from ..graph.nodes import (
+    Tag,
+    group_name,
+    group_size,
+    home_group,
+    is_bucket,
+    kind_of,
+    nbytes_of,
+    only_wait,
+    set_tag,
+    tag_of,
+)
 from ..graph.values import erase_unused
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport

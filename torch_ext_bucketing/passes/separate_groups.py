@@ -22,10 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import new_groups
 from ..errors import check_argument
-from ..graph.nodes import FSDP_KINDS, Kind, check_kinds, group_name, kind_of, set_group_name
-from ..graph.tags import tag_of
-from .base import BUCKETS, ORDER, TAGS, GraphPass
-from .compilation import Compilation
+from ..graph.nodes import FSDP_KINDS, Kind, check_kinds, group_name, kind_of, set_group_name, tag_of
+from .base import BUCKETS, ORDER, TAGS, Compilation, GraphPass
 
 
 @dataclass(frozen=True, eq=False, repr=False)

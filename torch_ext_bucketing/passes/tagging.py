@@ -14,8 +14,7 @@ from ..errors import PayloadOrderWarning
 from ..fqns import format_names, nearest_names
 from ..fsdp.tagging import FqnOf, tag_joint_graph
 from ..fsdp.units import FSDPParamOrder
-from .base import TAGS, GraphPass
-from .compilation import Compilation
+from .base import TAGS, Compilation, GraphPass
 
 PAYLOAD_FIELD = "fsdp_payload_order"
 

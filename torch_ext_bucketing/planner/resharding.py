@@ -15,13 +15,12 @@ from ..bucketing.plan import ByUnit
 from ..errors import BoundNotKeptWarning, NothingKeptWarning, check_argument
 from ..fsdp.tagging import Chains, parameter_chains, read_in_forward
 from ..fsdp.units import Units
+from ..graph.nodes import Tag, tag_of
 from ..graph.sizes import SizeHints
-from ..graph.tags import Tag, tag_of
 from ..passes import park
-from ..passes.base import PARKED, REGATHERS, TAGS, GraphPass, Stage, last_of
+from ..passes.base import PARKED, REGATHERS, TAGS, Choice, Compilation, GraphPass, Stage, last_of
 from ..passes.bucketing import BucketByCap, BucketByUnit, FixedOrderReduce
 from ..passes.cache_key import digest
-from ..passes.compilation import Choice, Compilation
 from ..passes.reshard_to import (
     SmallerGroup,
     make_smaller_group,
@@ -33,8 +32,7 @@ from .cost.cost import Costs
 from .cost.machine import Machine, check_machine
 from .keep.keep import KeepPlanner
 from .keep.partitioned import PartitionedModel
-from .schedule.memory import PeakMemory
-from .schedule.policy import Overlap, policies_of
+from .schedule.policy import Overlap, PeakMemory, policies_of
 from .scheduling import BucketAndSchedule, Schedule
 from .step_memory import watch_peak
 

@@ -13,10 +13,10 @@ import torch.nn as nn
 from .._torch.fsdp2 import largest_shard_bytes, largest_shard_numel
 from ..errors import BoundNotKeptWarning
 from ..fqns import format_names
-from ..passes.compilation import Compilation
+from ..passes.base import Compilation
 from ..reports.base import size_text
-from ..reports.keep import KeepReport
-from .schedule.memory import PeakMemory
+from ..reports.planner import KeepReport
+from .schedule.policy import PeakMemory
 
 _WARN_ABOVE = 1.03
 """Ratio of measured to predicted peak above which to warn."""

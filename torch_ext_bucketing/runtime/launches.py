@@ -23,9 +23,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from ..graph.nodes import argument, collective_group, kind_of, nbytes_of, sent_as_bytes, tensors_in
-from ..graph.tags import is_bucket, member_tags, tag_of
-from ..reports.graph import BucketReport
+from ..graph.nodes import (
+    argument,
+    collective_group,
+    is_bucket,
+    kind_of,
+    member_tags,
+    nbytes_of,
+    sent_as_bytes,
+    tag_of,
+    tensors_in,
+)
+from ..reports.compile import BucketReport
 
 _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 

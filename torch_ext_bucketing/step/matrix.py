@@ -34,8 +34,8 @@ from torch import Tensor
 from .._torch.fsdp2 import blocks_of, largest_shard_numel, mesh_of, sharded_dims
 from .._torch.optimizers import adjusted_lr, matrices_in, newton_schulz
 from .._torch.process_groups import as_argument, compiles_for_all_ranks, mesh_group
+from ..graph.nodes import set_updates
 from ..graph.sizes import Work, set_work
-from ..graph.tags import set_updates
 from ..reports.compile import Owners
 from .owners import (
     Coordinate,

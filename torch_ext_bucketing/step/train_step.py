@@ -15,8 +15,7 @@ from .._torch.optimizers import update_scale
 from ..errors import EagerOptimizerWarning, check_argument
 from ..fqns import format_names, parameter_names
 from ..passes.backends import BucketingBackend
-from ..passes.base import GraphPass
-from ..passes.compilation import Extension
+from ..passes.base import Extension, GraphPass
 from ..planner.step_memory import check_parameters
 from ..recipes import recipe
 from .norm import Norm

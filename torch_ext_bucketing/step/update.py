@@ -33,22 +33,12 @@ import torch.nn as nn
 from .._torch.aot import as_buffer, as_parameter, mark_backward
 from .._torch.fsdp2 import largest_shard_bytes, largest_shard_numel, shard_of
 from ..fqns import parameter_names
-from ..graph.nodes import is_wait
+from ..graph.nodes import buffer_bytes, is_wait, mark_optimizer, set_updates, updates_of
 from ..graph.sizes import Work, set_work
-from ..graph.tags import buffer_bytes, mark_optimizer, set_updates, updates_of
-from ..passes.compilation import Choice
+from ..passes.base import Choice
 from ..reports.compile import Owners, StepReport
 from .matrix import Update, append_matrices, bytes_within
-from .norm import (
-    ANY,
-    NORMS,
-    NOT_FINITE,
-    UNSCALE,
-    Norm,
-    append_unscale,
-    by_mesh,
-    inverse_scale,
-)
+from .norm import ANY, NORMS, NOT_FINITE, UNSCALE, Norm, append_unscale, by_mesh, inverse_scale
 from .rules import BY_NAME, UPDATE, MatrixRule, Rule, one_by_one, rule_of, state_of
 
 _aten = torch.ops.aten

@@ -32,7 +32,7 @@ from ..passes.combine_uses import CombineReport, CombineUses
 from ..passes.reduce_scatter_first import ReduceScatterFirst, ScatterReport
 from ..reports.compile import RewriteReport
 from .comparison import Cause, CompareOptions, Comparison
-from .payloads import bucket_payloads, fsdp_payloads, layout_differences
+from .differences import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
 from .trial import Hashes, Passes, Run, Trial, hash_of, unlike, unsharded_state, wrap
 

@@ -43,8 +43,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.futures import Future
 
+from .differences import RingTopology, make_reduction, ring_sums
 from .ranks import Rank, run_ranks
-from .sums import RingTopology, make_reduction, ring_sums
 
 P = ParamSpec("P")
 T = TypeVar("T")

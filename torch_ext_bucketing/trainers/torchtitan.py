@@ -1,5 +1,14 @@
 """Run the passes of ``recipe(model)`` in torchtitan's graph trainer (0.3.0).
 
+Without us the trainer calls one graph for each microbatch, clips, and takes the optimizers' steps::
+
+    graph of a microbatch -> p.grad         clip_grad_norm_         optimizers.step()
+
+Here the last microbatch has a graph of its own. What comes after it finds no gradients::
+
+    microbatches but the last: graph -> p.grad
+    the last one:              graph -> gradients (+ p.grad) -> norm -> updates
+
 Importing this module adds ``"torch_ext_bucketing"`` to torchtitan's pass pipelines; a config
 selects it by ``config.compile.pass_pipeline``. Our passes replace torchtitan's bucketing pass; the
 rest of its list stays, in its order. Its ``memory_policy`` chooses what backward gathers again.
@@ -9,23 +18,141 @@ replaces its fixed one. :mod:`.torchtitan_pipeline` has the stages of a pipeline
 
 from __future__ import annotations
 
+import copy
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.fx as fx
 import torch.nn as nn
-from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.experiments.graph_trainer.passes import (
+    apply_graph_passes,
+    construct_default_graph_passes,
+)
 from torchtitan.experiments.graph_trainer.registry import (
     register_pass_pipeline,
     register_post_init_hook,
 )
 
-from ..passes.whole_step import whole_step_pass
-from ..planner.schedule.memory import PeakMemory
+from ..errors import EagerOptimizerWarning
+from ..passes.base import GraphPass
+from ..passes.pipeline import whole_step_pass
+from ..planner.schedule.policy import PeakMemory
 from ..planner.step_memory import check_bound, state_bytes
 from ..recipes import recipe
+from ..step.norm import Norm
+from ..step.rules import RULES, rule_of
+from ..step.update import Epilogue
 from .torchtitan_pipeline import PIPELINE, REPLACED, BucketedStages
-from .torchtitan_step import StepInGraph, check_trainer
+
+GraphFunction = Callable[..., fx.GraphModule]
+
+
+def check_trainer(trainer: Any) -> bool:
+    """Return whether a trainer's optimizers can be in the graph; warn if not."""
+    if trainer.parallel_dims.pp_enabled:
+        raise ValueError(
+            "pass_pipeline(optimizer=True) needs the whole step in one graph, and pipeline "
+            "parallelism has several: leave optimizer=True out"
+        )
+    if "cudagraph_pass" not in trainer.config.compile.disable_passes:
+        raise ValueError(
+            "pass_pipeline(optimizer=True) reads learning rates on the host before every step, "
+            "which a CUDA graph would not: add 'cudagraph_pass' to config.compile.disable_passes"
+        )
+    steps = trainer.optimizers
+    unknown = [type(o).__name__ for o in steps if rule_of(o) is None]
+    if type(steps).step is not OptimizersContainer.step:
+        unknown.append(type(steps).__name__)
+    if unknown:
+        warnings.warn(
+            f"{', '.join(unknown)} has no rule for updates in a graph (its class is not one of "
+            f"{', '.join(cls.__name__ for cls in RULES)}, or it has hooks, or a step() of its "
+            "own): torchtitan clips and updates after the graph",
+            EagerOptimizerWarning,
+            stacklevel=2,
+        )
+    return not unknown
+
+
+class StepInGraph:
+    """The graphs of a trainer's step, in the place of its graph of a microbatch."""
+
+    def __init__(self, trainer: Any, traced: Any) -> None:
+        self.trainer, self.traced = trainer, traced
+        self.model = trainer.model_parts[0]
+        self.microbatches = trainer.gradient_accumulation_steps
+        trained = [p for _, p in self.model.named_parameters(remove_duplicate=False)]
+        gradients = sum(p.requires_grad for p in trained)
+        self.layouts = traced.output_subclass_layouts
+        others = traced.num_flat_outputs - gradients
+        self.other_layouts = {i: of for i, of in self.layouts.items() if i < others}
+        # A tensor subclass among the other outputs is several plain tensors in the graph.
+        tensors = sum(of.num_tensors - 1 for of in self.other_layouts.values())
+        self.others, self.gradients = others + tensors, gradients
+        norm = Norm(float(trainer.config.training.max_norm))
+        self.epilogue = Epilogue.of(self.model, list(trainer.optimizers), norm)
+        if self.microbatches > 1:
+            updated = (fqn for fqn, p in self.epilogue.trained.items() if p.parameter.requires_grad)
+            self.epilogue.accumulated = frozenset(updated)
+        self._taken = 0
+        self._copy: tuple[fx.GraphModule, list[Any]] | None = None
+        self._log_norm()
+
+    def passes(
+        self, ours: Sequence[GraphPass], after: Sequence[GraphFunction], fuses: bool
+    ) -> list[Any]:
+        """Return graph passes in the place of ours and of the passes ``after`` it."""
+
+        def copy_for_microbatches_pass(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+            if self.microbatches > 1:
+                self._copy = copy.deepcopy(gm), list(inputs)
+            return gm
+
+        def step_pass(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+            if self._copy is not None:
+                config = self.trainer.config.compile
+                listed = [whole_step_pass(self.model, ours, fuses=fuses), *after]
+                self._accumulate = apply_graph_passes(*self._copy, listed, compile_config=config)
+                self._copy = None
+            self._update = gm.forward
+            gm.forward = self._run
+            return gm
+
+        with_updates = whole_step_pass(self.model, ours, extension=self.epilogue, fuses=fuses)
+        return [copy_for_microbatches_pass, with_updates, *after, step_pass]
+
+    def _run(self, *inputs: Any) -> Any:
+        self._taken += 1
+        if self._taken < self.microbatches:
+            self.traced.output_subclass_layouts = self.layouts
+            return self._accumulate(*inputs)
+        self._taken = 0
+        # The trainer waits before its step, which comes too late.
+        self.trainer.checkpointer.maybe_wait_for_staging()
+        outputs = self._update(*inputs, *self.epilogue.values())
+        self.epilogue.finish()
+        updated = [p.parameter for p in self.epilogue.updated]
+        torch.autograd.graph.increment_version(updated)
+        for parameter in updated:
+            parameter.grad = None
+        self.traced.output_subclass_layouts = self.other_layouts
+        return *outputs[: self.others], *(None,) * self.gradients
+
+    def _log_norm(self) -> None:
+        """Log the graph's norm: the trainer finds no gradients, and logs 0."""
+        metrics = self.trainer.metrics_processor
+        theirs = metrics.log
+
+        def log_metrics(step: int, mean: float, most: float, norm: float, **rest: Any) -> None:
+            total = self.epilogue.total_norm
+            theirs(step, mean, most, norm if total is None else total.item(), **rest)
+
+        metrics.log = log_metrics
+
 
 _ORDERED_ALREADY = "ep_overlap_schedule_pass"
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -41,7 +168,7 @@ def pass_pipeline(memory: PeakMemory | None = None, *, optimizer: bool = False) 
         memory: with pipeline parallelism, a bound in GiB on a rank's memory in a step; see
             :func:`.recipe`. None: every stage's parameters are gathered once per step.
         optimizer: clip and update in the graph, with torchtitan's optimizers and ``max_norm`` as
-            configured (:mod:`.torchtitan_step`). If no graph can update with one of the optimizers,
+            configured. If no graph can update with one of the optimizers,
             a warning names it, and torchtitan clips and updates. Not with ``memory``, pipeline
             stages or CUDA graphs.
     """

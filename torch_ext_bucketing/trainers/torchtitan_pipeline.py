@@ -29,8 +29,7 @@ import torch.nn as nn
 
 from .._torch.optimizers import actions_of, replace_actions
 from ..errors import BoundNotKeptWarning
-from ..passes.pipeline import Pipeline
-from ..passes.whole_step import names_per_tensor, run_pipeline
+from ..passes.pipeline import Pipeline, names_per_tensor, run_pipeline
 from ..planner.keep.stages import StageBytes, bytes_of, stage_reports, views_of, with_residency
 from ..recipes import recipe
 from ..reports.base import sizes_text

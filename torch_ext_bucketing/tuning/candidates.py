@@ -10,17 +10,15 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from .._torch.estimates import bucket_fsdp
+from .._torch.inductor import bucket_fsdp
 from ..fsdp.plans import transformer_block_plan
 from ..fsdp.units import Units
 from ..graph.edits import unchanged_on_error
 from ..passes.backends import BucketingBackend
-from ..passes.base import GraphPass, Stage
+from ..passes.base import Compilation, GraphPass, Stage
 from ..passes.bucketing import BucketByCap, FixedOrderReduce
-from ..passes.compilation import Compilation
 from ..planner.cost.machine import Machine
-from ..planner.schedule.memory import PeakMemory
-from ..planner.schedule.policy import Overlap
+from ..planner.schedule.policy import Overlap, PeakMemory
 from ..planner.scheduling import BucketAndSchedule, Estimate, Schedule
 from ..recipes import recipe
 

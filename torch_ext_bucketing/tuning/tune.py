@@ -38,13 +38,12 @@ from ..errors import BoundNotKeptWarning, TuningError, check_argument
 from ..passes.backends import BucketingBackend
 from ..passes.base import last_of
 from ..passes.bucketing import FixedOrderReduce
-from ..planner.schedule.memory import PeakMemory
+from ..planner.schedule.policy import PeakMemory
 from ..reports.compile import CompileReport
-from ..reports.schedule import EstimateReport
+from ..reports.planner import EstimateReport
 from . import choice
 from .candidates import candidates as default_candidates
-from .choice import Figures, TuneReport, best_of, combine, correct
-from .meeting import Meeting
+from .choice import Figures, Meeting, TuneReport, best_of, combine, correct
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -26,13 +26,18 @@ from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.fqns import parameter_names
 from torch_ext_bucketing.fsdp import ReduceOnce
-from torch_ext_bucketing.graph.nodes import GraphLike, graph_of, group_name, kind_of, wire_bytes
-from torch_ext_bucketing.graph.tags import tag_of
+from torch_ext_bucketing.graph.nodes import (
+    GraphLike,
+    graph_of,
+    group_name,
+    kind_of,
+    tag_of,
+    wire_bytes,
+)
 from torch_ext_bucketing.passes.backends import BucketingBackend
-from torch_ext_bucketing.passes.base import Stage
-from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.passes.base import Compilation, Stage
 from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.testing.payloads import (
+from torch_ext_bucketing.testing.differences import (
     Payload,
     bucket_payloads,
     fsdp_payloads,

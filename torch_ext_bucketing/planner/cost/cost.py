@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..._torch.estimates import nccl_estimate_ms
+from ..._torch.inductor import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.rank_order import SUM, steps_of
 from ...graph.dependencies import written_values
@@ -37,12 +37,11 @@ from ...graph.nodes import (
     is_grouped_product,
     is_view,
     kind_of,
+    replaced_kind,
     tensors_in,
 )
 from ...graph.sizes import SizeHints, result_bytes, work_of
-from ...graph.tags import replaced_kind
-from .machine import H100, Machine
-from .network import is_time
+from .machine import H100, Machine, is_time
 
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
 

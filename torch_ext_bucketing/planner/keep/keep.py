@@ -32,11 +32,10 @@ from typing import Any, TypeAlias
 
 from ...graph.nodes import paused_gc, pinned_bytes
 from ...reports.base import size_text
-from ...reports.keep import BlockBytes, KeepReport, KeptUnit
-from ..schedule.memory import within
+from ...reports.planner import BlockBytes, KeepReport, KeptUnit
 from ..schedule.model import Model
 from ..schedule.orders import rank, schedule_model
-from ..schedule.policy import Overlap, Policy, policies_of
+from ..schedule.policy import Overlap, Policy, policies_of, within
 from ..schedule.timeline import step_ms
 from .held import HeldUnits
 from .partitioned import PartitionedModel

@@ -9,8 +9,8 @@ marked to be recomputed, which are placed before their first use in backward::
     forward    w -> gather -> wait -> t -> mm                                saved: w, activations
     backward   w -> gather -> wait -> t -> t_1   mm_1(tangent, t_1)  scatter ...
 
-A :class:`Keepable` is the gathered parameters of a unit, a part of them
-(:mod:`.planner.keep.edits`), or a group of activations (:mod:`.planner.keep.keepables`). Keeping
+A :class:`Keepable` is the gathered parameters of a unit, a part of them, or a group of activations
+(:mod:`.planner.keep.keepables`). Keeping
 one removes from backward the nodes that recompute it, and nodes that only they read. Its storages
 are live from forward to their last use in backward. Without ``activations=True`` all activations
 are taken to be saved, although Inductor's partitioner recomputes some.
@@ -33,15 +33,13 @@ from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.fusion import fused, is_fused
 from ...graph.liveness import Storages, beside_bytes, with_fused
-from ...graph.nodes import is_collective, is_number, is_wait, paused_gc
-from ...graph.tags import tag_of
+from ...graph.nodes import is_collective, is_number, is_wait, paused_gc, tag_of
 from ...passes.park import could_park
 from ...passes.reshard_to import Smaller
 from ..cost.cost import Costs
+from ..schedule.merged_model import merged_model
 from ..schedule.model import Model, ModelEdit, model_of
-from ..search.merged_model import merged_model
-from .edits import PartChanges, with_copies, with_parts
-from .keepables import Activations, Keepable, keepable_units
+from .keepables import Activations, Keepable, PartChanges, keepable_units, with_copies, with_parts
 
 
 @dataclass(frozen=True)

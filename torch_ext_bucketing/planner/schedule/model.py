@@ -12,9 +12,17 @@ import torch.fx as fx
 from ...graph.analysis import GraphAnalysis
 from ...graph.dependencies import Precedence
 from ...graph.liveness import Storages
-from ...graph.nodes import GraphLike, Kind, graph_of, is_compute, is_view, kind_of, launched_by
+from ...graph.nodes import (
+    GraphLike,
+    Kind,
+    graph_of,
+    is_compute,
+    is_view,
+    kind_of,
+    launched_by,
+    replaced_kind,
+)
 from ...graph.sizes import GivenHints, SizeHints
-from ...graph.tags import replaced_kind
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from .analysis import ModelAnalysis, NodeTable, Paths

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ...reports.base import sizes_text
-from ...reports.schedule import ScheduleReport
+from ...reports.planner import ScheduleReport
 from .list_schedule import ROUNDING, ListScheduler, list_schedule, plain_schedule
 from .model import Model
 from .policy import Bounds, Options, Policy

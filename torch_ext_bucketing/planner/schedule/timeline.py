@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...fsdp.rank_order import SUM
-from ...graph.tags import is_optimizer
+from ...graph.nodes import is_optimizer
 from ..cost.cost import Costs
 from .analysis import NodeTable
 from .model import Model

@@ -33,7 +33,7 @@ from ...bucketing.plan import Bucket, MergePlan
 from ...graph.analysis import Collective
 from ...graph.nodes import Kind, group_size
 from ..cost.cost import Costs
-from ..schedule.model import Model, ModelEdit, Row
+from .model import Model, ModelEdit, Row
 
 
 def merged_model(
@@ -42,7 +42,7 @@ def merged_model(
     """Approximate :func:`.model_of` of the graph with disjoint ``buckets`` merged.
 
     With ``rank_order``, reductions, merged or not, become all-to-alls and sums afterwards
-    (:mod:`.bucketing.all_to_all`). None: a member has no wait, or the buckets form a cycle with
+    (:mod:`.passes.bucketing`). None: a member has no wait, or the buckets form a cycle with
     nodes that keep their order: merging may move members past a side effect, ``model`` does not
     allow that.
     """

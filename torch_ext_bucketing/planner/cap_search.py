@@ -39,22 +39,21 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.fx as fx
 
-from ...bucketing.all_to_all import reduce_by_all_to_all
-from ...bucketing.caps import ByCap, CapPlanner, check_cap
-from ...bucketing.pack import merge_buckets
-from ...bucketing.plan import BucketPlanner, MergePlan, checked_plan
-from ...errors import BoundNotKeptWarning
-from ...graph.analysis import GraphAnalysis
-from ...graph.edits import reading_only
-from ...graph.nodes import group_name, paused_gc
-from ...reports.schedule import CapsReport, ScheduleReport, TriedCaps
-from ..cost.cost import Costs
-from ..cost.machine import H100, Machine
-from ..schedule.model import Model, model_of
-from ..schedule.orders import FAR_ABOVE, WORTH, Scheduled, rank, schedule_within
-from ..schedule.policy import Bounds, Options, Policy, policies_of
-from ..schedule.timeline import Timeline
-from .merged_model import merged_model, neighbors
+from ..bucketing.pack import merge_buckets
+from ..bucketing.plan import BucketPlanner, ByCap, CapPlanner, MergePlan, check_cap, checked_plan
+from ..errors import BoundNotKeptWarning
+from ..graph.analysis import GraphAnalysis
+from ..graph.edits import reading_only
+from ..graph.nodes import group_name, paused_gc
+from ..passes.bucketing import reduce_by_all_to_all
+from ..reports.planner import CapsReport, ScheduleReport, TriedCaps
+from .cost.cost import Costs
+from .cost.machine import H100, Machine
+from .schedule.merged_model import merged_model, neighbors
+from .schedule.model import Model, model_of
+from .schedule.orders import FAR_ABOVE, WORTH, Scheduled, rank, schedule_within
+from .schedule.policy import Bounds, Options, Policy, policies_of
+from .schedule.timeline import Timeline
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)
 """Caps to try, in MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
@@ -103,7 +102,7 @@ class BySearch:
             members in small graphs.
         reference_bytes: see :func:`.schedule`; None: the peak of the graph.
         accumulate: dtype of the sums if reductions become all-to-alls after merging
-            (:mod:`.bucketing.all_to_all`); None: they do not.
+            (:mod:`.passes.bucketing`); None: they do not.
         planners: further planners to try.
     """
 
