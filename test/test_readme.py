@@ -151,7 +151,7 @@ def test_muon(scope: dict[str, Any]):
 
 def test_extending(scope: dict[str, Any], capsys):
     teb.data_parallel(scope["model"], scope["mesh"])
-    own_pass, machine = code_of("extending")
+    own_pass, _, machine = code_of("extending")
     exec(machine, scope)
     assert "slow network" in repr(scope["passes"])
     # A dataclass looks up the module that defines it.

@@ -24,8 +24,8 @@ from torch_ext_bucketing.planner.schedule import orders
 from torch_ext_bucketing.planner.scheduling import schedule
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 
-PAGE = Path(teb.__file__).with_name("ARCHITECTURE.md")
-(EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+PAGE = Path(teb.__file__).parent / "docs" / "extending.md"
+_, EXAMPLE, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 EVERY_START = ByCap(eligible=lambda start: True)
 
 
