@@ -74,56 +74,44 @@ def plan_of(title: str, explained: Explanation) -> dict[str, Any]:
 def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[str, Any]:
     """Return the bars of each stream and the bytes over time, graph after graph."""
     ranks = {b.group: f", {b.group_size} ranks" for b in report.buckets}
-    rows: dict[str, dict[str, list[Any]]] = {}
-    names, live, graphs = dict[str, int](), dict[str, list[int]](), list[dict[str, Any]]()
-    for part in PARTS:
-        live[part] = []
-    times, launches, at = list[float](), Counter[str](), 0.0
-
-    def bar(row: str, kind: str, begin: float, ms: float, name: str, nbytes: int) -> None:
-        if ms > 0:
-            mine = rows.setdefault(row, {key: [] for key in "bdknz"})
-            number = names.setdefault(name, len(names))
+    rows = {row: {key: list[Any]() for key in "bdknz"} for row in ("host", "compute")}
+    names, graphs = dict[str, int](), list[dict[str, Any]]()
+    times, live, launches, at = list[float](), list[list[int]](), Counter[str](), 0.0
+    for d in drawn:
+        nodes, groups, size = d.model.dependencies.nodes, d.model.group, d.model.graph.result_bytes
+        for row, kind, i, begin, ms in d.bars():
+            node, group = nodes[i], groups[i]
+            if group == row and group not in HOST_STREAMS:
+                row = f"group {group}{ranks.get(group, '')}"
+            moved = max(map(size, [node, *node.all_input_nodes[:1]]))
+            nbytes = size(node) if group is None else moved
+            number = names.setdefault(_name(d, i), len(names))
             values = (round(at + begin, 5), round(ms, 5), _KINDS.index(kind), number, nbytes)
+            mine = rows.setdefault(row, {key: [] for key in "bdknz"})
             for column, value in zip(mine.values(), values, strict=True):
                 column.append(value)
-
-    for row in ("host", "compute"):
-        rows[row] = {key: [] for key in "bdknz"}
-    for d in drawn:
-        model, timeline = d.model, d.timeline
-        for place, (i, launched) in enumerate(zip(timeline.order, timeline.launched, strict=True)):
-            node, group, host = model.dependencies.nodes[i], model.group[i], model.host[i]
-            kind = "compute" if group is None else collective_kind(node) or "copy"
-            name, row = _name(d, i), group or "compute"
-            if group is not None and group not in HOST_STREAMS:
-                row = f"group {group}{ranks.get(group, '')}"
-                launches[kind] += 1
-            moved = max(map(model.graph.result_bytes, [node, *node.all_input_nodes[:1]]))
-            nbytes = model.graph.result_bytes(node) if group is None else moved
-            bar("host", "host", launched - host, host, name, nbytes)
-            bar(row, kind, timeline.begin[i], model.ms[i], name, nbytes)
-            now = [state if p == "state" else d.live[p][place] for p in PARTS]
-            if group is None and (not times or now != [mine[-1] for mine in live.values()]):
+        timeline, held = d.timeline, {**d.live, "state": [state] * len(d.timeline.order)}
+        for i, *now in zip(timeline.order, *(held[part] for part in PARTS), strict=True):
+            if groups[i] is None and (not live or now != live[-1]):
                 times.append(round(at + timeline.begin[i], 5))
-                for mine, nbytes in zip(live.values(), now, strict=True):
-                    mine.append(nbytes)
-            launches["kernels"] += group is None and host > 0
+                live.append(now)
+        starts = (n for n, g in zip(nodes, groups, strict=True) if g and g not in HOST_STREAMS)
+        launches.update(str(collective_kind(start)) for start in starts)
+        kernels = zip(groups, d.model.host, strict=True)
+        launches["kernels"] += sum(group is None and host > 0 for group, host in kernels)
         limits = [] if d.report is None else [s.limit_bytes for s in d.report.schedules]
         same = [x for x in drawn if x.report is d.report]
         limit = limits[same.index(d)] if len(limits) == len(same) else None
         end, bound = at + timeline.step_ms, None if limit is None else limit + state
         graphs.append({"stage": d.stage, "begin": at, "end": end, "bound": bound})
         at = end
-    totals = [sum(now) for now in zip(*live.values(), strict=True)]
-    peak = totals.index(max(totals)) if totals else -1
     return {
         "rows": [{"name": name, **columns} for name, columns in rows.items() if columns["b"]],
         "names": [*names],
         "graphs": graphs,
         "times": times,
-        "live": [*live.values()],
-        "peak": [mine[peak] for mine in live.values()] if totals else [0] * len(PARTS),
+        "live": list(zip(*live, strict=True)),
+        "peak": max(live, key=sum, default=[0] * len(PARTS)),
         "step_ms": at,
         "exposed_ms": sum(d.timeline.exposed_ms for d in drawn),
         "host_ms": sum(sum(d.model.host) for d in drawn),

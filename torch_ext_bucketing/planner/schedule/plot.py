@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -113,22 +113,14 @@ class Parts:
 
         They add up to :meth:`.Storages.profile`.
         """
-        size, left, of_storage = live.size, list(live.uses), self.of_storage
-        now = dict.fromkeys(PARTS, 0) | dict(self.beside)
-        made = set(itertools.chain.from_iterable(live.allocates))
-        for s, part in enumerate(of_storage):
-            now[part] += 0 if s in made else size[s]
-        found: dict[str, list[int]] = {part: [] for part in PARTS}
-        for i in order:
-            for s in live.allocates[i]:
-                now[of_storage[s]] += size[s]
-            for part, nbytes in now.items():
-                found[part].append(nbytes)
-            for s in live.touches[i]:
-                left[s] -= 1
-                if not left[s]:
-                    now[of_storage[s]] -= size[s]
-        return found
+        profiles, made = {}, set(itertools.chain.from_iterable(live.allocates))
+        for part in PARTS:
+            mine = zip(live.size, self.of_storage, strict=True)
+            size = [nbytes if of == part else 0 for nbytes, of in mine]
+            given = sum(nbytes for s, nbytes in enumerate(size) if s not in made)
+            given += self.beside.get(part, 0)
+            profiles[part] = replace(live, size=size, at_start=given).profile(order)
+        return profiles
 
 
 def _parts_of_nodes(
@@ -181,7 +173,9 @@ def _keeps_gradient(node: fx.Node) -> bool:
 
 _HOST = "#17becf"
 _COMPUTE, _MEMORY = "#4c72b0", {"before": "#999999", "after": "#c44e52"}
-_COLORS = ("#55a868", "#dd8452", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")  # of kinds, by row
+_OF_KINDS = ("#55a868", "#dd8452", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
+_COLORS = dict(zip(COLLECTIVES, _OF_KINDS, strict=False))
+_COLORS |= {"compute": _COMPUTE, "host": _HOST, "copy": _HOST}
 
 
 def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> None:
@@ -230,7 +224,7 @@ def figure_of(drawn: Sequence[Drawn], keep: KeepReport | None = None) -> Any:
         if curve:
             axes[3][column].set_visible(False)
     kinds = [Patch(color=_COMPUTE, label="compute")]
-    kinds += [Patch(color=_color(kind), label=kind.replace("_", "-")) for kind in COLLECTIVES]
+    kinds += [Patch(color=_COLORS[kind], label=kind.replace("_", "-")) for kind in COLLECTIVES]
     kinds.append(Patch(color=_HOST, label="host, and copies to or from it"))
     columns = min(len(kinds), 3 * len(graphs))
     figure.legend(handles=kinds, loc="upper center", ncol=columns, frameon=False)
@@ -247,11 +241,6 @@ def _legend_above(axis: Any) -> None:
     axis.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncol=3, frameon=False, fontsize=9, borderpad=0.2
     )
-
-
-def _color(kind: str | None) -> str:
-    """Return the color of a kind of collective; that of computation for None."""
-    return _COMPUTE if kind is None else _COLORS[[*COLLECTIVES].index(kind) % len(_COLORS)]
 
 
 def _unit(most: int) -> tuple[str, int]:
@@ -326,29 +315,22 @@ def _draw_blocks(axis: Any, blocks: Sequence[BlockBytes]) -> None:
 
 
 def _draw_timeline(axis: Any, d: Drawn) -> None:
-    model, timeline = d.model, d.timeline
-    groups = list(dict.fromkeys(g for g in model.group if g is not None))
-    rows = {group: row for row, group in enumerate([None, *groups], 1)}
+    groups = d.groups
+    rows = {row: number for number, row in enumerate(["host", "compute", *groups])}
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for i, launched in zip(timeline.order, timeline.launched, strict=True):
-        if ms := model.host[i]:
-            bars.setdefault((0, _HOST), []).append((launched - ms, ms))
-        if model.ms[i] <= 0:
-            continue
-        host = model.group[i] in HOST_STREAMS
-        color = _HOST if host else _color(collective_kind(model.dependencies.nodes[i]))
-        bars.setdefault((rows[model.group[i]], color), []).append((timeline.begin[i], model.ms[i]))
-    for (row, color), spans in bars.items():
+    for row, kind, _, begin, ms in d.bars():
+        bars.setdefault((rows[row], _COLORS[kind]), []).append((begin, ms))
+    for (number, color), spans in bars.items():
         axis.broken_barh(
-            spans, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3
+            spans, (number - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3
         )
     names = (g if g in HOST_STREAMS else f"group {g}" for g in groups)
-    axis.set_yticks([0, *rows.values()], ["host", "compute", *names])
+    axis.set_yticks([*rows.values()], ["host", "compute", *names])
     axis.invert_yaxis()
-    count = sum(g is not None and g not in HOST_STREAMS for g in model.group)
+    count = sum(g is not None and g not in HOST_STREAMS for g in d.model.group)
     axis.set_title(
-        f"{d.stage}, {d.version}: {timeline.step_ms:.2f} ms, {timeline.exposed_ms:.2f} ms of it "
-        f"exposed; {count} collectives",
+        f"{d.stage}, {d.version}: {d.timeline.step_ms:.2f} ms, {d.timeline.exposed_ms:.2f} ms of "
+        f"it exposed; {count} collectives",
         loc="left",
         fontsize=10,
     )
@@ -415,6 +397,27 @@ class Drawn:
         assert self.parts is not None
         return self.parts.profile(self.model.liveness, self.timeline.order)
 
+    @property
+    def groups(self) -> list[str]:
+        """Process groups and streams of copies, in the order of the graph."""
+        return list(dict.fromkeys(g for g in self.model.group if g is not None))
+
+    def bars(self) -> Iterator[tuple[str, str, int, float, float]]:
+        """Yield launches and nodes that take time: row, kind, place, begin and milliseconds.
+
+        A row is ``"host"``, ``"compute"`` or one of :attr:`groups`; so is a kind, but for those of
+        collectives and ``"copy"``.
+        """
+        model, timeline = self.model, self.timeline
+        for i, launched in zip(timeline.order, timeline.launched, strict=True):
+            if host_ms := model.host[i]:
+                yield "host", "host", i, launched - host_ms, host_ms
+            if model.ms[i] > 0:
+                row, kind = model.group[i] or "compute", "compute"
+                if model.group[i] is not None:
+                    kind = collective_kind(model.dependencies.nodes[i]) or "copy"
+                yield row, kind, i, timeline.begin[i], model.ms[i]
+
 
 def label(start: fx.Node, hints: SizeHints | None = None) -> str:
     """Describe a collective by kind, modules and size, or a copy by its stream and size."""
@@ -441,38 +444,34 @@ def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
     for pid, version in enumerate(versions, 1):
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": version}}
         mine = [d for d in drawn if d.version == version]
-        groups = list(dict.fromkeys(g for d in mine for g in d.model.group if g is not None))
+        groups = dict.fromkeys(group for d in mine for group in d.groups)
+        rows = {row: tid for tid, row in enumerate(["host", "compute", *groups])}
         row = {"ph": "M", "pid": pid, "name": "thread_name"}
-        for tid, name in enumerate(["host", "compute", *(f"group {g}" for g in groups)]):
-            yield {**row, "tid": tid, "args": {"name": name}}
+        for name, tid in rows.items():
+            yield {**row, "tid": tid, "args": {"name": f"group {name}" if tid > 1 else name}}
         offset = 0.0
         for d in mine:
-            yield from _events(d, pid, groups, offset)
+            yield from _events(d, pid, rows, offset)
             offset += d.timeline.step_ms
 
 
-def _events(d: Drawn, pid: int, groups: list[str], offset: float) -> Iterator[dict[str, Any]]:
-    nodes, timeline = d.model.dependencies.nodes, d.timeline
-    for i, live, launched in zip(timeline.order, timeline.live, timeline.launched, strict=True):
-        begin_us = (offset + timeline.begin[i]) * 1e3
-        group = d.model.group[i]
-        if group is None:
-            gib = {"GiB": round(live / 2**30, 6)}
-            yield {"ph": "C", "pid": pid, "name": "live GiB", "ts": begin_us, "args": gib}
-        node, host_ms = nodes[i], d.model.host[i]
-        row = 1 if group is None else 2 + groups.index(group)
-        launch_us = (offset + launched - host_ms) * 1e3
-        for tid, ts, ms in ((0, launch_us, host_ms), (row, begin_us, d.model.ms[i])):
-            if ms > 0:
-                yield {
-                    "ph": "X",
-                    "pid": pid,
-                    "tid": tid,
-                    "name": node.name if group is None else label(node, d.model.graph.hints),
-                    "ts": ts,
-                    "dur": ms * 1e3,
-                    "args": {"stage": d.stage, "node": node.name, "target": str(node.target)},
-                }
+def _events(d: Drawn, pid: int, rows: Mapping[str, int], offset: float) -> Iterator[dict[str, Any]]:
+    nodes, groups, timeline = d.model.dependencies.nodes, d.model.group, d.timeline
+    for i, live in zip(timeline.order, timeline.live, strict=True):
+        if groups[i] is None:
+            ts, gib = (offset + timeline.begin[i]) * 1e3, {"GiB": round(live / 2**30, 6)}
+            yield {"ph": "C", "pid": pid, "name": "live GiB", "ts": ts, "args": gib}
+    for row, _, i, begin, ms in d.bars():
+        node = nodes[i]
+        yield {
+            "ph": "X",
+            "pid": pid,
+            "tid": rows[row],
+            "name": node.name if groups[i] is None else label(node, d.model.graph.hints),
+            "ts": (offset + begin) * 1e3,
+            "dur": ms * 1e3,
+            "args": {"stage": d.stage, "node": node.name, "target": str(node.target)},
+        }
 
 
 def write_trace(drawn: Sequence[Drawn], path: Path) -> None:
