@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from operator import contains
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ from .owners import (
     newton_schulz_flops,
     tiles,
 )
-from .rules import MUON_OPTIONS, operator
+from .rules import MatrixRule, operator
 
 _c10d = torch.ops._c10d_functional
 SENT = torch.bfloat16  # the dtype of momentum and updates that travel
@@ -233,7 +234,7 @@ def append_matrices(
         )
     alike: dict[Any, list[Update]] = {}
     for u in updates:
-        given = [u.group[name] for name in MUON_OPTIONS]
+        given = [u.group[name] for name in MatrixRule.options]
         options = tuple(tuple(v) if isinstance(v, list) else v for v in given)
         alike.setdefault((mesh_of(u.parameter), options), []).append(u)
     # The costliest first, as among matrices: the others even out what these leave.
@@ -273,18 +274,6 @@ def _owners(groups: Sequence[_Alike], loads: Sequence[int]) -> Owners:
     return Owners(matrices, len(loads), loads.count(0), balance, travelling)
 
 
-class _Layout(NamedTuple):
-    """The place of a matrix; ``sharded`` and ``blocks``: see :class:`.Matrix`.
-
-    ``home`` has the ranks, by their place in the mesh, that no part has to reach along some
-    dimension, since no other coordinate has any; empty: all ranks are alike.
-    """
-
-    sharded: tuple[bool, ...]
-    blocks: dict[Coordinate, Rectangle]
-    home: list[int]
-
-
 class _Alike:
     """Parameters of one mesh with the same options, by the first gradient to arrive."""
 
@@ -294,34 +283,29 @@ class _Alike:
         self.shape = () if mesh is None else tuple(mesh.shape)
         self.at = () if mesh is None else tuple(mesh.get_coordinate())
         self.ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
-        known: dict[Any, list[_Layout]] = {}
-        layouts = [(k, of) for k, u in enumerate(updates) for of in self._layouts(u, known)]
-        self.stacks, self.layouts = [k for k, _ in layouts], [of for _, of in layouts]
-        self.sizes = [_size(updates[k].parameter) for k in self.stacks]
+        known: dict[Any, list[Matrix]] = {}
+        stacks = [(k, m) for k, u in enumerate(updates) for m in self._matrices(u, known)]
+        self.stacks, self.matrices = [k for k, _ in stacks], [m for _, m in stacks]
         steps = updates[0].group["ns_steps"]
-        self.costs = [newton_schulz_flops(*size, steps) for size in self.sizes]
+        self.costs = [newton_schulz_flops(m.rows, m.columns, steps) for m in self.matrices]
         self.buckets: list[tuple[list[Update], list[int], Routes]] = []
 
     def choose(self, load: dict[int, int], cap: int) -> None:
         """Choose owners, whose work is added to ``load``, and buckets."""
         places = list(itertools.product(*map(range, self.shape)))
         loads = [load[rank] for rank in self.ranks]
-        owners = choose_owners(self.costs, loads, [of.home for of in self.layouts])
+        owners = choose_owners(self.costs, loads, [m.home for m in self.matrices])
         load.update(zip(self.ranks, loads, strict=True))
-        nbytes = [SENT.itemsize * math.prod(size) for size in self.sizes]
+        nbytes = [SENT.itemsize * m.rows * m.columns for m in self.matrices]
         given = self.costs, nbytes, owners, cap, LEAST_BYTES
         for of in choose_buckets(*given, stacks=self.stacks):
-            layouts = [self.layouts[i] for i in of]
-            matrices = [
-                Matrix(*self.sizes[i], layout.sharded, layout.blocks, places[owners[i]])
-                for i, layout in zip(of, layouts, strict=True)
-            ]
+            matrices = [replace(self.matrices[i], owner=places[owners[i]]) for i in of]
             stacks = list(dict.fromkeys(self.stacks[i] for i in of))
             whose = [stacks.index(self.stacks[i]) for i in of]
             mine = [self.updates[k] for k in stacks]
             self.buckets.append((mine, whose, Routes(matrices, self.shape, self.at)))
 
-    def _layouts(self, update: Update, known: dict[Any, list[_Layout]]) -> list[_Layout]:
+    def _matrices(self, update: Update, known: dict[Any, list[Matrix]]) -> list[Matrix]:
         """Read where matrices are, which ``known`` keeps for others of the same placements."""
         whole = update.parameter
         if whole.dim() not in (2, 3):
@@ -342,13 +326,14 @@ class _Alike:
                 block = Rectangle(row, column, rows, columns)
                 for blocks in parts[first : first + count] if block.size else ():
                     blocks[at] = block
-            if not all(tiles(*_size(whole), blocks.values()) for blocks in parts):
+            size = _size(whole)
+            if not all(tiles(*size, blocks.values()) for blocks in parts):
                 raise ValueError(
                     f"{update.fqn} is sharded as {whole.placements}, whose shards are not "  # type: ignore[attr-defined]
                     "blocks of its rows and columns, so no rank can put the matrix together: shard "
                     "it otherwise, or give it to another optimizer than Muon"
                 )
-            known[key] = [_Layout(sharded, of, self._home(sharded, of)) for of in parts]
+            known[key] = [Matrix(*size, sharded, of, home=self._home(sharded, of)) for of in parts]
         return known[key]
 
     def _home(self, sharded: Sequence[bool], blocks: Mapping[Coordinate, Rectangle]) -> list[int]:

@@ -175,7 +175,10 @@ class Matrix:
     sharded: tuple[bool, ...]
     # The part at each coordinate that has one; a coordinate is 0 where copies are.
     blocks: Mapping[Coordinate, Rectangle]
-    owner: Coordinate  # the coordinate that computes its update
+    owner: Coordinate = ()  # the coordinate that computes its update
+    # The ranks, by their place in the mesh, that no part has to reach along some dimension, since
+    # no other coordinate has any; empty: all ranks are alike.
+    home: Sequence[int] = ()
 
 
 def tiles(rows: int, columns: int, blocks: Iterable[Rectangle]) -> bool:

@@ -13,8 +13,7 @@ the optimizer's groups before every step, and reach the node as a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,29 +67,13 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any] | No
     return getattr(torch.ops.torch_ext_bucketing, name).default
 
 
-class Arguments(NamedTuple):
-    """The arguments of a function of ``torch.optim``; ``options`` are its keywords."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    state: Sequence[list[Tensor]]
-    fresh: Sequence[bool]
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Rule:
     """An optimizer that the operator knows."""
 
     # Entries of a group that are read before every step; a pair has several numbers.
-    numbers: tuple[str, ...]
-    options: tuple[str, ...]  # entries of a group that choose the kernels
-    # Names of the tensors of a parameter's state for a group, in the operator's order.
-    state: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    # Copies of a parameter's bytes that the kernels hold, for a group that is updated one parameter
-    # after the other, or not; the first step's, too.
-    copies: Callable[[Mapping[str, Any], bool], int]
-    run: Callable[[Arguments], None]  # calls the function of ``torch.optim``
+    numbers: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]]  # entries of a group that choose the kernels
+    copies_at_first = False  # whether the first step copies gradients to the state
 
     def numbers_of(self, group: Mapping[str, Any]) -> list[float]:
         """Return the numbers of a group; an lr that is a tensor is passed as one."""
@@ -112,9 +95,20 @@ class Rule:
         text = {True: "1", False: "0", None: "-"}
         return " ".join(f"{n}={text[v]}" for n, v in zip(self.options, values, strict=True))
 
+    def state(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the tensors of a parameter's state, in the operator's order."""
+        return ("momentum_buffer",)
 
-def _adam_state(group: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    def copies(self, group: Mapping[str, Any], single: bool) -> int:
+        """Count copies of a parameter's bytes that the kernels hold, the first step's, too.
+
+        ``single``: the group is updated one parameter after the other.
+        """
+        return 0
+
+    def run(self, options: dict[str, Any], fresh: list[bool], *lists: list[Tensor]) -> None:
+        """Call the function of ``torch.optim`` on parameters, gradients, and each kind of state."""
+        raise NotImplementedError("matrices have nodes of their own")
 
 
 def one_by_one(options: str, device: torch.device) -> bool:
@@ -123,55 +117,65 @@ def one_by_one(options: str, device: torch.device) -> bool:
     return "foreach=0" in given or ("foreach=-" in given and device.type == "cpu")
 
 
-def _adam_copies(group: Mapping[str, Any], single: bool) -> int:
-    """Count denominators, and gradients that are negated or decayed."""
-    if group["fused"]:
-        return 0
-    if not single:
-        return 1  # changed gradients are gone before the denominators
-    decays = group["weight_decay"] and not group.get("decoupled_weight_decay")
-    # A square root, its quotient, and the denominator of the parameter before.
-    return 3 + int(bool(group["maximize"] or decays))
+class _Adam(Rule):
+    numbers = ("lr", "betas", "eps", "weight_decay")
+    options = ("amsgrad", "maximize", "foreach", "capturable", "fused", "decoupled_weight_decay")
+
+    def state(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        more = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        return ("step", "exp_avg", "exp_avg_sq", *more)
+
+    def copies(self, group: Mapping[str, Any], single: bool) -> int:
+        # Denominators, and gradients that are negated or decayed.
+        if group["fused"]:
+            return 0
+        if not single:
+            return 1  # changed gradients are gone before the denominators
+        decays = group["weight_decay"] and not group.get("decoupled_weight_decay")
+        # A square root, its quotient, and the denominator of the parameter before.
+        return 3 + int(bool(group["maximize"] or decays))
+
+    def run(self, options: dict[str, Any], fresh: list[bool], *lists: list[Tensor]) -> None:
+        params, grads, steps, exp_avgs, exp_avg_sqs, *rest = lists
+        has_complex = any(map(torch.is_complex, params))
+        state = (exp_avgs, exp_avg_sqs, rest[0] if rest else [], steps)
+        adam(params, grads, *state, has_complex=has_complex, **options)
 
 
-def _run_adam(c: Arguments) -> None:
-    steps, exp_avgs, exp_avg_sqs, *rest = c.state
-    most = rest[0] if rest else []
-    has_complex = any(map(torch.is_complex, c.params))
-    lists = (c.params, c.grads, exp_avgs, exp_avg_sqs, most, steps)
-    adam(*lists, has_complex=has_complex, **c.options)
+class _SGD(Rule):
+    numbers = ("lr", "momentum", "dampening", "weight_decay")
+    options = ("nesterov", "maximize", "foreach", "fused")
+    copies_at_first = True
 
+    def state(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
-def _sgd_state(group: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group["momentum"] else ()
+    def copies(self, group: Mapping[str, Any], single: bool) -> int:
+        # Gradients: changed ones, and the first step's for momentum.
+        first, decays = bool(group["momentum"]), bool(group["weight_decay"])
+        if group["fused"]:
+            return first
+        if not single:
+            return first + bool(decays or group["maximize"])
+        # Negated gradients come before that of the last parameter is gone.
+        return first + min(2, 2 * group["maximize"] + decays + group["nesterov"])
 
-
-def _sgd_copies(group: Mapping[str, Any], single: bool) -> int:
-    """Count copies of gradients: changed ones, and the first step's for momentum."""
-    first, decays = bool(group["momentum"]), bool(group["weight_decay"])
-    if group["fused"]:
-        return first
-    if not single:
-        return first + bool(decays or group["maximize"])
-    # Negated gradients come before that of the last parameter is gone.
-    return first + min(2, 2 * group["maximize"] + decays + group["nesterov"])
-
-
-def _run_sgd(c: Arguments) -> None:
-    buffers: list[Tensor | None] = [None] * len(c.params)
-    if c.state:
+    def run(self, options: dict[str, Any], fresh: list[bool], *lists: list[Tensor]) -> None:
+        params, grads, *state = lists
+        kept: Sequence[Tensor | None] = state[0] if state else [None] * len(params)
         # The first step copies the gradient, with the sign of its zeros.
-        buffers = [None if new else b for b, new in zip(c.state[0], c.fresh, strict=True)]
-    sgd(c.params, c.grads, buffers, **c.options)
-    for made, buffer, new in zip(buffers, c.state[0] if c.state else (), c.fresh, strict=False):
-        if new:
-            assert made is not None
-            buffer.copy_(made)
+        buffers = [None if new else b for b, new in zip(kept, fresh, strict=True)]
+        sgd(params, grads, buffers, **options)
+        for made, buffer, new in zip(buffers, kept, fresh, strict=True):
+            if new and made is not None and buffer is not None:
+                buffer.copy_(made)
 
 
-@dataclass(frozen=True)
 class MatrixRule(Rule):
-    """An optimizer whose update is a function of whole matrices (:mod:`.matrix`)."""
+    """Muon, whose update is a function of whole matrices (:mod:`.matrix`), which have own nodes."""
+
+    numbers = ("lr", "momentum", "weight_decay")
+    options = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
     def numbers_of(self, group: Mapping[str, Any]) -> list[float]:
         """Return the numbers of a group; an lr that is a tensor is read, as the optimizer does."""
@@ -182,32 +186,6 @@ class MatrixRule(Rule):
         return repr([group[name] for name in self.options])
 
 
-def _run_nothing(c: Arguments) -> None:
-    raise AssertionError("matrices have nodes of their own")
-
-
-_ADAM = Rule(
-    ("lr", "betas", "eps", "weight_decay"),
-    ("amsgrad", "maximize", "foreach", "capturable", "fused", "decoupled_weight_decay"),
-    _adam_state,
-    _adam_copies,
-    _run_adam,
-)
-_SGD = Rule(
-    ("lr", "momentum", "dampening", "weight_decay"),
-    ("nesterov", "maximize", "foreach", "fused"),
-    _sgd_state,
-    _sgd_copies,
-    _run_sgd,
-)
-MUON_OPTIONS = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-_MUON = MatrixRule(
-    ("lr", "momentum", "weight_decay"),
-    MUON_OPTIONS,
-    lambda group: ("momentum_buffer",),
-    lambda _, single: 0,
-    _run_nothing,
-)
 RULES: dict[type, str] = {
     torch.optim.Adam: "adam",
     torch.optim.AdamW: "adam",
@@ -216,7 +194,7 @@ RULES: dict[type, str] = {
     StackedMuon: "muon",
 }
 _SEVERAL = {"betas": ("beta1", "beta2")}  # entries of a group that are several keywords
-BY_NAME = {"adam": _ADAM, "sgd": _SGD, "muon": _MUON}
+BY_NAME: dict[str, Rule] = {"adam": _Adam(), "sgd": _SGD(), "muon": MatrixRule()}
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> str | None:
@@ -277,7 +255,7 @@ def _update(
     names = [n for each in of.numbers for n in _SEVERAL.get(each, (each,))]
     given |= dict(zip(names, numbers.tolist(), strict=True))
     given |= {"found_inf": skip if on_device else None} | ({} if lr is None else {"lr": lr})
-    of.run(Arguments(list(params), list(grads), columns, new, given))
+    of.run(given, new, list(params), list(grads), *columns)
 
 
 UPDATE = operator(

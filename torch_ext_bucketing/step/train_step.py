@@ -139,7 +139,7 @@ class TrainStep:
         key = (accumulated, *options)
         if key not in self._made:
             given = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
-            backend = self._make_backend(lambda: Epilogue.of(*given, scaler=self._scaler))
+            backend = self._make_backend(lambda: Epilogue(*given, scaler=self._scaler))
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -69,11 +69,6 @@ class Group:
         return BY_NAME[self.rule_name]
 
     @property
-    def copies_at_first(self) -> bool:
-        """Whether the first step copies gradients to the state, and differs so from others."""
-        return self.rule_name == "sgd"
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors of a parameter's state."""
         return self.rule.state(self.given)
@@ -103,55 +98,48 @@ class Trained:
     optimizer: torch.optim.Optimizer | None = None
 
 
-@dataclass(eq=False)
 class Epilogue:
-    """Nodes that update parameters, appended to the backward graph of a compile."""
+    """Nodes that update a model's parameters, appended to the backward graph of a compile.
 
-    # Parameters by canonical FQN, in the model's order; those with a group are updated.
-    trained: dict[str, Trained]
-    norm: Norm | None = None  # how gradients are clipped; None: not at all
-    # FQNs whose ``grad`` has the sum of earlier microbatches.
-    accumulated: frozenset[str] = frozenset()
-    # FQN in ``trained`` by other FQNs of the same parameter.
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    exchange_bytes: int | None = None  # see `train_step`
-    # Has scaled the loss, and decides which optimizers are skipped; None: no loss scale.
-    scaler: torch.amp.GradScaler | None = None
-    # By optimizer a scalar, above zero where ``scaler`` skips it.
-    found_inf: dict[torch.optim.Optimizer, torch.Tensor] = field(default_factory=dict)
-    limit_bytes: int | None = None
-    total_norm: torch.Tensor | None = None
-    updated: list[Trained] = field(default_factory=list)
-    gradients: list[Trained] = field(default_factory=list)
-    owners: tuple[Owners, ...] = ()
-    ran: bool = False
-    _reported: bool = False
-    _shards: dict[str, fx.Node] = field(default_factory=dict)
-    _seen: list[Any] | None = None
-    _inputs: list[Callable[[], torch.Tensor]] = field(default_factory=list)
-    _new: set[str] = field(default_factory=set)
-    _states: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    Args:
+        norm: how gradients are clipped; None: not at all.
+        accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
+        exchange_bytes: see :func:`.train_step`.
+        scaler: has scaled the loss, and decides which optimizers are skipped; None: no loss scale.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         norm: Norm | None,
         accumulated: frozenset[str] = frozenset(),
         exchange_bytes: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
-    ) -> Epilogue:
-        """Make an epilogue for all parameters of a model."""
+    ) -> None:
+        self.norm, self.accumulated, self.scaler = norm, accumulated, scaler
+        self.exchange_bytes = exchange_bytes
+        self.limit_bytes: int | None = None
         owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
         group_of = {p: group for group in groups_of(optimizers) for p in group.given["params"]}
         names = parameter_names(model)
-        trained = {
+        # By canonical FQN, in the model's order; those with a group are updated.
+        self.trained = {
             fqns[0]: Trained(fqns[0], p, place, group_of.get(p), owner.get(p))
             for place, (p, fqns) in enumerate(names.items())
         }
-        aliases = {fqn: fqns[0] for fqns in names.values() for fqn in fqns[1:]}
-        return cls(trained, norm, accumulated, aliases, exchange_bytes, scaler)
+        self._aliases = {fqn: fqns[0] for fqns in names.values() for fqn in fqns[1:]}
+        self.updated, self.gradients = list[Trained](), list[Trained]()
+        self.owners: tuple[Owners, ...] = ()
+        self.total_norm: torch.Tensor | None = None
+        # By optimizer a scalar, above zero where ``scaler`` skips it.
+        self.found_inf: dict[torch.optim.Optimizer, torch.Tensor] = {}
+        self.ran = self._reported = False
+        self._shards: dict[str, fx.Node] = {}
+        self._seen: list[Any] | None = None
+        self._inputs: list[Callable[[], torch.Tensor]] = []
+        self._new = set[str]()
+        self._states: dict[str, list[torch.Tensor]] = {}
 
     def append(
         self,
@@ -164,7 +152,7 @@ class Epilogue:
         self.limit_bytes = None if choice is None else choice.limit_bytes
         # A backward graph has the shards that it reads by the same names as the forward graph.
         self._shards = {**inputs, **self._shards}
-        named = [(value, self.aliases.get(fqn, fqn)) for value, fqn in gradients]
+        named = [(value, self._aliases.get(fqn, fqn)) for value, fqn in gradients]
         trained = [(value, self.trained[fqn]) for value, fqn in named if fqn in self.trained]
         return _Appending(self, graph, trained).run() if trained else []
 
@@ -270,14 +258,6 @@ def _values_in(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
     return [v for optimizer in optimizers for of in optimizer.state.values() for v in of.values()]
 
 
-def _same(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
-def _gradient_of(p: Trained) -> torch.Tensor:
-    return shard_of(p.parameter.grad)
-
-
 class _Appending:
     """One call of :meth:`Epilogue.append`."""
 
@@ -330,7 +310,7 @@ class _Appending:
             _note_largest(gradients[p], p)
         for fqn in sorted(self.epilogue.accumulated):
             p = self.epilogue.trained[fqn]
-            read = functools.partial(_gradient_of, p)
+            read = functools.partial(lambda p: shard_of(p.parameter.grad), p)
             earlier = self._input_of(p, "grad", read, shard_of(p.parameter))
             value = gradients.get(p)
             gradients[p] = (
@@ -352,8 +332,9 @@ class _Appending:
         nodes = list(gradients.values())
         flags = append_unscale(self.call, inverse, nodes, parameters, optimizers)
         for i, (optimizer, node) in enumerate(flags.items()):
-            epilogue.found_inf[optimizer] = value = torch.zeros((), device=device)
-            kept = self._input(f"found_inf_{i}", functools.partial(_same, value))
+            epilogue.found_inf[optimizer] = torch.zeros((), device=device)
+            read = functools.partial(epilogue.found_inf.__getitem__, optimizer)
+            kept = self._input(f"found_inf_{i}", read)
             self.call(_aten.copy_.default, kept, node)
         return flags
 
@@ -381,7 +362,7 @@ class _Appending:
         groups = dict.fromkeys(p.group for p in epilogue.updated if p.group is not None)
         numbers = {group: self._numbers(group, i) for i, group in enumerate(groups)}
         fresh = None
-        if any(p.group and p.group.copies_at_first and p.group.names for p in epilogue.updated):
+        if any(group.rule.copies_at_first and group.names for group in groups):
             fresh = self._input(
                 "fresh", lambda: torch.tensor([fqn in epilogue._new for fqn in epilogue.trained])
             )
@@ -401,7 +382,7 @@ class _Appending:
                 update = Update(p.fqn, p.parameter, group.given, *nodes)
                 matrices.setdefault(skip, []).append(update)
                 continue
-            first = fresh if group.copies_at_first else None
+            first = fresh if group.rule.copies_at_first else None
             given = (*numbers[group], skip, first, [p.place], group.rule_name)
             options = group.rule.options_of(group.given)
             node = self.call(UPDATE, [shard], [gradients[p]], state, *given, options)

@@ -94,7 +94,7 @@ class StepInGraph:
         tensors = sum(of.num_tensors - 1 for of in self.other_layouts.values())
         self.others, self.gradients = others + tensors, gradients
         norm = Norm(float(trainer.config.training.max_norm))
-        self.epilogue = Epilogue.of(self.model, list(trainer.optimizers), norm)
+        self.epilogue = Epilogue(self.model, list(trainer.optimizers), norm)
         if self.microbatches > 1:
             updated = (fqn for fqn, p in self.epilogue.trained.items() if p.parameter.requires_grad)
             self.epilogue.accumulated = frozenset(updated)
