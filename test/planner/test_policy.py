@@ -46,6 +46,12 @@ def most_in_flight(model: Model, order: Sequence[int]) -> int:
     return most
 
 
+@dataclass(frozen=True, kw_only=True)
+class InFlightReport(PolicyReport):
+    most_in_flight: int
+    in_flight: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class InFlight(Policy):
     """Bound the number of collectives between launch and wait."""
@@ -62,11 +68,12 @@ class InFlight(Policy):
         before = most_in_flight(case.model, case.given.order)
         after = most_in_flight(case.model, timeline.order)
         missed = f"InFlight: {after} collectives are in flight at once, above {self.most}"
-        return PolicyReport(
+        return InFlightReport(
             repr(self),
-            {"most_in_flight": self.most, "in_flight": (before, after)},
             f"{before} -> {after} in flight, bound {self.most}",
             missed if after > self.most else "",
+            most_in_flight=self.most,
+            in_flight=(before, after),
         )
 
 
@@ -96,12 +103,12 @@ def test_it_bounds_and_reports(most: int):
     assert reached(gm) == most
     assert report.misses == 0
     assert not report.warnings
-    assert report.figure("in_flight") == (5, most)
-    assert report.bounds[1].figures["most_in_flight"] == most
+    assert report.bounds[1].in_flight == (5, most)
+    assert report.bounds[1].most_in_flight == most
     assert f"InFlight(most={most})" in report.to_text()
     assert f"5 -> {most} in flight, bound {most}" in report.to_text()
     whole = json.loads(CompileReport(schedules=[report]).to_json())
-    assert whole["schedules"][0]["bounds"][1]["figures"]["in_flight"] == [5, most]
+    assert whole["schedules"][0]["bounds"][1]["in_flight"] == [5, most]
 
 
 def test_alone_it_changes_only_what_misses_it():
@@ -141,10 +148,10 @@ def test_it_goes_with_the_others(seed: int, size: int, most: int):
         warnings.simplefilter("ignore", teb.errors.BoundNotKeptWarning)
         report = schedule(gm, policies)
     assert report.order, report.warnings
-    figures = report.figure("in_flight")
-    assert figures[1] == reached(gm)
+    _, after = report.bounds[1].in_flight
+    assert after == reached(gm)
     for name, kept in (
-        ("InFlight", figures[1] <= most),
+        ("InFlight", after <= most),
         ("MaxComputeRun", report.longest_run[1] <= 1),
         ("PeakMemory", report.peak_bytes[1] <= (report.limit_bytes or 0)),
     ):

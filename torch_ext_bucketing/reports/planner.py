@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 from .base import Record, Report, aligned, size_text, sizes_text, table
 
@@ -71,15 +71,28 @@ class CapsReport(Record):
 class PolicyReport:
     """How the chosen order meets one policy, given by its ``repr``.
 
-    ``figures`` has the bound and the value reached, by name, and ``text`` these in a few words;
-    empty: no line in the report. ``warning`` gives the miss and its reason; empty: the bound is
-    kept.
+    Subclasses have the bound and the value reached, and ``text`` these in a few words; empty: no
+    line in the report. ``warning`` gives the miss and its reason; empty: the bound is kept.
     """
 
     policy: str
-    figures: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     warning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakReport(PolicyReport):
+    """How the order meets ``PeakMemory``."""
+
+    limit_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport(PolicyReport):
+    """How the order meets ``MaxComputeRun``; dependencies force a run of ``forced_run`` nodes."""
+
+    max_run: int
+    forced_run: int
 
 
 @dataclass(frozen=True)
@@ -125,14 +138,10 @@ class ScheduleReport(Report):
     size_hints: str = ""  # values taken for sizes that depend on data
     seconds: float = 0.0  # time of the search
 
-    def figure(self, name: str) -> int | None:
-        """Look up a policy's figure by name."""
-        return next((b.figures[name] for b in self.bounds if name in b.figures), None)
-
     @property
     def limit_bytes(self) -> int | None:
         """The bound of ``PeakMemory``, or None."""
-        return self.figure("limit_bytes")
+        return next((b.limit_bytes for b in self.bounds if isinstance(b, PeakReport)), None)
 
     def lines(self, members: bool = True) -> Iterator[str]:
         """Yield a table, and lines of notes and warnings."""
@@ -147,8 +156,8 @@ class ScheduleReport(Report):
         step, exposed = ([f"{ms:.2f}" for ms in pair] for pair in (self.step_ms, self.exposed_ms))
         bounds = [] if self.limit_bytes is None else [self.limit_bytes]
         before, after, peak, *limit = sizes_text(*self.peak_bytes, self.reference_bytes, *bounds)
-        most, forced = self.figure("max_run"), self.figure("forced_run")
-        run = "" if most is None else f"bound {most}, dependencies force {forced}"
+        runs = (b for b in self.bounds if isinstance(b, RunReport))
+        run = next((f"bound {b.max_run}, dependencies force {b.forced_run}" for b in runs), "")
         rows: list[tuple[str, ...]] = [
             ("", "before", "after", ""),
             ("step, ms", *step, f"lower bound {self.bound_ms:.2f}, {self.chosen}"),

@@ -21,9 +21,9 @@ for example, bounds the number of collectives in flight::
         def misses(self, case, timeline):
             return max(0, in_flight(case.model, timeline.order) - self.most) / self.most
 
-        def report(self, case, timeline):
+        def report(self, case, timeline):  # a subclass of PolicyReport has fields for figures
             reached = in_flight(case.model, timeline.order)
-            return PolicyReport(repr(self), {"in_flight": reached}, f"{reached} in flight")
+            return PolicyReport(repr(self), f"{reached} in flight")
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import torch.fx as fx
 from ..._source import note_sources
 from ...graph.nodes import kind_of, member_tags, tag_of
 from ...reports.base import sizes_text
-from ...reports.planner import PolicyReport
+from ...reports.planner import PeakReport, PolicyReport, RunReport
 from .model import Model
 from .timeline import Timeline, compute_runs
 
@@ -378,9 +378,9 @@ class MaxComputeRun(Policy):
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
         """Report the bound, the run that dependencies force, and the end of the longest run."""
         most, forced = self.max_consecutive, case.fact(forced_run)
-        figures = {"max_run": most, "forced_run": forced}
+        kept = RunReport(repr(self), max_run=most, forced_run=forced)
         if timeline.longest_run <= most:
-            return PolicyReport(repr(self), figures)
+            return kept
         why = (
             f"dependencies force a run of at least {forced}"
             if forced > most
@@ -393,7 +393,7 @@ class MaxComputeRun(Policy):
             f"{case.model.dependencies.nodes[at].name}; {why}. Smaller reduce-scatter buckets make "
             "shorter runs."
         )
-        return PolicyReport(repr(self), figures, warning=warning)
+        return replace(kept, warning=warning)
 
     def max_bucket_run(self) -> int:
         """Return the bound, so that reduce-scatter buckets force no longer run."""
@@ -488,11 +488,10 @@ class PeakMemory(Policy):
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
         """Report the bound in bytes, and the place of a peak above it."""
         limit = self.limit_bytes(case.reference_bytes)
-        figures = {"limit_bytes": limit}
         if timeline.peak_bytes <= limit:
             # A ratio names no card's memory.
             large = "" if self.gib is None else _large(*case.model.largest, limit)
-            return PolicyReport(repr(self), figures, warning=large)
+            return PeakReport(repr(self), warning=large, limit_bytes=limit)
         nodes = case.model.dependencies.nodes
         at = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
         where = nodes[timeline.order[at]].name if timeline.live else "the inputs"
@@ -502,7 +501,7 @@ class PeakMemory(Policy):
             f"values and constants are {given} of it, and no order tried needs less. Smaller "
             "buckets and more recomputation need less."
         )
-        return PolicyReport(repr(self), figures, warning=warning)
+        return PeakReport(repr(self), warning=warning, limit_bytes=limit)
 
 
 def _large(name: str, nbytes: int, limit: int) -> str:
