@@ -74,9 +74,7 @@ def without_draws(partition: Partition) -> Partition:
     def run(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         stands: dict[Any, Callable[..., Any]] = {}
         for node in joint.graph.nodes:
-            marked = node.meta.get("recompute")
-            again = marked in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-            if again and _is_tagged(node) and not draws(node):
+            if must_recompute(node) and _is_tagged(node) and not draws(node):
                 node.target = stands.setdefault(node.target, _stand_for(node.target))
         halves = partition(joint, inputs, **kwargs)
         of_stand = {stand: target for target, stand in stands.items()}
@@ -119,14 +117,14 @@ class WithoutDraws(CustomPartitionerFn):
 
 
 with private_torch():
+    from torch._functorch._aot_autograd.descriptors import BufferAOTInput as BufferAOTInput
     from torch._functorch._aot_autograd.descriptors import (
-        BufferAOTInput,
         GradAOTOutput,
-        ParamAOTInput,
         PlainAOTInput,
         SubclassGetAttrAOTInput,
         SubclassGetAttrAOTOutput,
     )
+    from torch._functorch._aot_autograd.descriptors import ParamAOTInput as ParamAOTInput
 
 
 def base_input(desc: Any) -> Any:
@@ -136,13 +134,14 @@ def base_input(desc: Any) -> Any:
     return desc
 
 
-def param_target(desc: Any) -> str | None:
-    """Return the FQN that joint export gives a parameter input, or None."""
-    return desc.target if isinstance(desc, ParamAOTInput) else None
+def input_key(desc: Any) -> str | int | None:
+    """Return a parameter's FQN in joint export, an input's index in a compiled function, or None.
 
-
-def plain_index(desc: Any) -> int | None:
-    """Return an input's index in the arguments of the compiled function, or None."""
+    An inner tensor has the key of its subclass.
+    """
+    desc = base_input(desc)
+    if isinstance(desc, ParamAOTInput):
+        return str(desc.target)
     return desc.idx if isinstance(desc, PlainAOTInput) else None
 
 
@@ -166,16 +165,6 @@ def gradient_outputs(output: fx.Node) -> list[tuple[fx.Node, Any]]:
         if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
             gradients.append((value, desc.grad_of))
     return gradients
-
-
-def as_parameter(fqn: str) -> Any:
-    """Return the descriptor of an input that is a parameter."""
-    return ParamAOTInput(fqn)
-
-
-def as_buffer(name: str) -> Any:
-    """Return the descriptor of an input that the caller keeps, such as an optimizer's state."""
-    return BufferAOTInput(name)
 
 
 # The partitioner saves a node at the border of two checkpointed regions, which this number

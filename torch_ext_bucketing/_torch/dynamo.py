@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from ..fqns import canonical_fqn, parameters_by_name
 from . import private_torch
-from .aot import base_input, plain_index
+from .aot import input_key
 from .fsdp2 import is_distributed, is_part, shard_of
 
 with private_torch():
@@ -152,8 +152,8 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
     whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
-        index = plain_index(base_input(node.meta.get("desc")))
-        if index is not None and isinstance(node.meta.get("val"), torch.Tensor):
+        index = input_key(node.meta.get("desc"))
+        if isinstance(index, int) and isinstance(node.meta.get("val"), torch.Tensor):
             inputs.setdefault(index, node)
     if len(inputs) != len(whole):
         return {}

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from .._torch.aot import Halves, base_input, gradient_outputs, param_target, plain_index
+from .._torch.aot import Halves, base_input, gradient_outputs, input_key
 from ..fqns import canonical_fqn
 from ..graph.dependencies import may_run_twice
 from ..graph.nodes import Tag, graph_of, is_bucket, is_compute, kind_of, set_tag, tag_of
@@ -200,14 +200,13 @@ def gradients_of(
 def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
     """Return the FQN of a parameter's placeholder or ``AOTInput``; None for other inputs."""
     desc = what.meta.get("desc") if isinstance(what, fx.Node) else what
+    key = input_key(desc)
+    if isinstance(key, str):
+        return canonical_fqn(key)
     if desc is not None:
         what = base_input(desc)
-        target = param_target(what)
-        if target is not None:
-            return canonical_fqn(target)
     if isinstance(fqn_of, Mapping):
-        index = plain_index(what)
-        name = fqn_of.get(what if index is None else index)
+        name = fqn_of.get(what if key is None else key)
     else:
         name = None if fqn_of is None else fqn_of(what)
     return None if name is None else canonical_fqn(name)

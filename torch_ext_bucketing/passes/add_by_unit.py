@@ -8,14 +8,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
 import torch
 import torch.fx as fx
 import torch.nn as nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch.aot import base_input, gradient_outputs, plain_index
+from .._torch.aot import gradient_outputs, input_key
 from .._torch.dynamo import module_of
 from ..errors import AddedByGraphWarning
 from ..fqns import format_names
@@ -113,11 +112,11 @@ class AddByUnit(GraphPass):
         """Warn of activations with gradients in this graph and sums in an earlier one."""
         # Forward runs the graphs in the order of their compiles, backward in reverse.
         gradients = {
-            plain_index(base_input(of)): value
+            input_key(of): value
             for output in g.find_nodes(op="output")
             for value, of in gradient_outputs(output)
         }
-        fqns: Any = compilation.input_fqns or {}
+        fqns = compilation.input_fqns or {}
         read = dict.fromkeys(self._units.unit_of(fqn) for fqn in fqns.values())
         here = tuple(repr(self._units.units[unit][0]) for unit in read if unit is not None)
         for index, (name, tensor) in compilation.activations.items():

@@ -20,14 +20,12 @@ import torch.nn as nn
 from .._source import note_sources
 from .._torch.aot import stage_of
 from .._torch.inductor import CustomGraphPass, readable, trace_artifact
-from ..errors import NoUuidError, UncoveredParametersWarning
-from ..fsdp.tagging import FqnOf
+from ..errors import DividedUnitWarning, NoUuidError, UncoveredParametersWarning
 from ..graph.analysis import GraphAnalysis
 from ..graph.liveness import beside_bytes, kept_inputs
 from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import GivenHints, SizeHints
 from ..reports.compile import CompileReport, GraphReport, PassTime, RewriteReport
-from ..runtime.watch import Watched
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,8 @@ class Extension(Protocol):
 class Compilation:
     """One compile."""
 
-    input_fqns: FqnOf | None = None  # FQN of each graph input that is a parameter, by position
+    # FQN of each graph input that is a parameter, by position; None without Dynamo.
+    input_fqns: Mapping[int, str] | None = None
     # Graph inputs that earlier code computed, by position: the name in the compiled code, and the
     # tensor.
     activations: Mapping[int, tuple[str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
@@ -148,16 +147,10 @@ class Compilation:
         return beside + sum(n for n in unseen if n > 0)
 
     @property
-    def watched(self) -> Watched:
-        """This compile, for the functions of :mod:`.runtime.watch`."""
-
-        def has_collectives() -> bool:
-            report = self.report
-            cached = any(graph.from_cache for graph in report.graphs)
-            return cached or bool(self.tagged or report.collectives_before)
-
-        fqns: Any = self.input_fqns or {}
-        return Watched(fqns, self.model, has_collectives, self.warn)
+    def has_collectives(self) -> bool:
+        """Whether a graph of this compile, or of a cache, has any."""
+        cached = any(graph.from_cache for graph in self.report.graphs)
+        return cached or bool(self.tagged or self.report.collectives_before)
 
     def warn(self, text: str, category: type[Warning]) -> None:
         """Warn, and add the text to the report; once per category and compile."""
@@ -165,6 +158,11 @@ class Compilation:
             self._warned.add(category)
             self.report.warnings.append(text)
             warnings.warn(text, category, stacklevel=3)
+
+    def warn_of_bits(self, reason: str, remedy: str) -> None:
+        """Warn that a unit's gradients are not reduced as eager FSDP2 reduces them."""
+        text = f"{reason}, so weights do not match eager FSDP2's bit for bit. {remedy}"
+        self.warn(text, DividedUnitWarning)
 
     def warn_uncovered(self, fqns: Sequence[str], units: Iterable[Sequence[str]]) -> None:
         """Warn about parameters that are in none of ``units``, once per parameter and compile."""

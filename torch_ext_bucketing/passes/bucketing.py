@@ -41,9 +41,9 @@ from ..fsdp.units import Units
 from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.edits import unchanged_on_error
 from ..graph.nodes import FSDP_KINDS, Kind, argument, check_kinds, mark_replaced
-from ..runtime.watch import RunWatch, watch_for_shards
 from .base import BUCKETS, ORDER, RANK_ORDER, TAGS, Compilation, GraphPass
 from .checks import DividedUnits
+from .watch import RunWatch, watch_for_shards
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -155,7 +155,7 @@ class BucketByUnit(GraphPass):
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Watch the first runs for gradients that are not reduced as planned."""
-        return RunWatch(self._units, compilation.watched).watch(compiled)
+        return RunWatch(self._units, compilation).watch(compiled)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -206,7 +206,7 @@ class BucketByCap(GraphPass):
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Look for shards in the first run, and warn if there are none."""
-        return watch_for_shards(compiled, compilation.watched)
+        return watch_for_shards(compiled, compilation)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

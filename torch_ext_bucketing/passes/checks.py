@@ -134,7 +134,7 @@ class DividedUnits:
                 here.setdefault(unit, {})[fqn] = None
                 several += [fqn] * (times > 1)
         if several:
-            compilation.watched.warn_of_bits(
+            compilation.warn_of_bits(
                 f"{format_names(several)} have several uses in one graph, whose gradients are "
                 "reduced one by one instead of their sum",
                 "Put MatchFSDP2() first among the passes, as recipe() does; if it is there, the "
@@ -150,7 +150,7 @@ class DividedUnits:
             divided += [(there, fqns) for there in elsewhere[-1:]]
         if divided:
             (there, these), more = divided[0], len(divided) - 1
-            compilation.watched.warn_of_bits(
+            compilation.warn_of_bits(
                 f"one unit's gradients are reduced in several graphs: {format_names(there)} in an "
                 f"earlier one, {format_names(these)} in this one"
                 + (f" (and {more} more unit(s))" if more else ""),

@@ -224,32 +224,19 @@ def _working(passes: Sequence[GraphPass]) -> list[GraphPass]:
         if facts & decided:
             rest.pop(max(i for i, q in enumerate(rest) if q is p))
         decided |= facts
-    rest.sort(key=lambda p: p.stage != "joint")
+    # Each pass takes the last place where the list works, else it becomes a part of another pass.
+    # Parts come last, and all come again, since a pass may require one after it.
+    rest.sort(key=lambda p: (p.stage != "joint", bool(p.option)))
     working: list[GraphPass] = []
-    holding = {TAGS}
-    while rest:
-        free = (i for i, p in enumerate(rest) if not any(_precedes(q, p) for q in rest))
-        i = next(free, None)
-        if i is not None:
-            p = rest.pop(i)
-            if p.requires <= holding:
-                working.append(p)
-                holding |= p.provides
-            continue
-        # Two passes that undo each other: one takes the other as a part, or one is left out.
-        pairs = [(p, q) for p in rest for q in rest if p.option and hasattr(q, p.option)]
-        part, whole = pairs[0] if pairs else (rest[-1], None)
-        rest = [
-            replace(p, **{part.option: part}) if p is whole else p for p in rest if p is not part
-        ]
+    for p in rest * len(rest):
+        if not any(p is q for q in working):
+            tries = [[*working[:i], p, *working[i:]] for i in range(len(working), -1, -1)]
+            for i, whole in enumerate(working):
+                if hasattr(whole, p.option):
+                    joined = replace(whole, **{p.option: p})
+                    tries.append([*working[:i], joined, *working[i + 1 :]])
+            working = next((passes for passes in tries if not _why_not(in_order(passes))), working)
     return working
-
-
-def _precedes(first: GraphPass, second: GraphPass) -> bool:
-    """Return whether a pass must come before another, which requires it or which it would undo."""
-    if first is second:
-        return False
-    return bool(first.conflicts_with & second.provides or first.provides & second.requires)
 
 
 def _listed(p: GraphPass, given: Sequence[GraphPass]) -> str:

@@ -40,8 +40,8 @@ from ..graph.sizes import GivenHints, SizeHints
 from ..passes.base import BUCKETS, ORDER, RANK_ORDER, TAGS, Compilation, GraphPass, Stage
 from ..passes.bucketing import FixedOrderReduce
 from ..passes.cache_key import brief
+from ..passes.watch import watch_for_shards
 from ..reports.planner import EstimateReport, ScheduleReport
-from ..runtime.watch import watch_for_shards
 from .cap_search import BySearch, Searched
 from .cost.cost import Costs
 from .cost.machine import H100, Machine, check_machine, job_machine
@@ -261,7 +261,7 @@ class Schedule(GraphPass):
 
     def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
         """Look for shards in the first run, and warn if there are none."""
-        return watch_for_shards(compiled, compilation.watched)
+        return watch_for_shards(compiled, compilation)
 
     def _schedule(
         self, graph: fx.Graph, compilation: Compilation, searched: Searched | None = None

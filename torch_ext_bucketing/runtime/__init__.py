@@ -1,1 +1,1 @@
-"""Compare the graphs of a process group's ranks before they run, and watch first runs."""
+"""Compare the graphs of a process group's ranks before they run."""

@@ -30,7 +30,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from .._torch.aot import as_buffer, as_parameter, mark_backward
+from .._torch.aot import BufferAOTInput, ParamAOTInput, mark_backward
 from .._torch.fsdp2 import largest_shard_bytes, largest_shard_numel, shard_of
 from ..fqns import parameter_names
 from ..graph.nodes import buffer_bytes, is_wait, mark_optimizer, set_updates, updates_of
@@ -415,7 +415,7 @@ class _Appending:
             _note_largest(node, p)
             return node
         node = self._input_of(p, "", lambda: shard_of(p.parameter))
-        node.meta["desc"] = as_parameter(p.fqn)
+        node.meta["desc"] = ParamAOTInput(p.fqn)
         if forward is not None:
             # The same fake tensor: what forward saved may be a view of it. The same name: memory
             # of forward's inputs counts once.
@@ -442,7 +442,7 @@ class _Appending:
         with self.graph.inserting_after(self.last):
             node = self.last = self.graph.placeholder("step_" + name.replace(".", "_"))
         node.meta |= {
-            "desc": as_buffer(name),
+            "desc": BufferAOTInput(name),
             "val": self.mode.from_tensor(read() if like is None else like),
         }
         self.inputs.append(node)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,30 +22,15 @@ from .._torch.aot import current_backward
 from .._torch.dynamo import registered_model
 from .._torch.fsdp2 import is_distributed
 from .._torch.process_groups import default_group
-from ..errors import DividedUnitWarning, NotBucketedWarning
+from ..errors import NotBucketedWarning
 from ..fqns import format_names, parameter_names
 from ..fsdp.units import Units
+from .base import Compilation
 
 _MOST_MODULES = 256
 """Modules per graph whose parameters are checked: code may make new ones for every call."""
 _MOST_BACKWARDS = 4
 """Calls per module whose backward is checked: the first step shows what all steps do."""
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A compile whose runs are watched."""
-
-    fqns: Mapping[int, str]  # FQN of each input that is a parameter, by position
-    model: nn.Module | None  # the module that FQNs are relative to, if known
-    # Returns whether a graph of the compile, or of a cache, has any.
-    has_collectives: Callable[[], bool]
-    warn: Callable[[str, type[Warning]], None]  # see `Compilation.warn`
-
-    def warn_of_bits(self, reason: str, remedy: str) -> None:
-        """Warn that a unit's gradients are not reduced as eager FSDP2 reduces them."""
-        text = f"{reason}, so weights do not match eager FSDP2's bit for bit. {remedy}"
-        self.warn(text, DividedUnitWarning)
 
 
 @dataclass
@@ -69,14 +54,14 @@ class _Known:
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
-def _look_for_shards(parameters: Sequence[Any], names: str, compiled: Watched) -> None:
+def _look_for_shards(parameters: Sequence[Any], names: str, compilation: Compilation) -> None:
     """Warn if a compile that reads ``parameters`` has no collectives."""
     group = default_group()
-    if group is None or group.size() < 2 or compiled.has_collectives():
+    if group is None or group.size() < 2 or compilation.has_collectives:
         return
     # A replica is never gathered, and reduced in training only.
     if not any(is_distributed(p) for p in parameters):
-        compiled.warn(
+        compilation.warn(
             f"nothing is bucketed: no collective serves {names}, which are not sharded. Shard the "
             "model before it is compiled: torch_ext_bucketing.fsdp.fully_shard, or "
             "data_parallel(model, mesh). DistributedDataParallel and eager FSDP2's fully_shard "
@@ -85,9 +70,10 @@ def _look_for_shards(parameters: Sequence[Any], names: str, compiled: Watched) -
         )
 
 
-def watch_for_shards(run: Callable[..., Any], compiled: Watched) -> Callable[..., Any]:
+def watch_for_shards(run: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
     """Wrap ``run``, which has no units, to look for shards in its first call."""
-    if not compiled.fqns:
+    fqns = compilation.input_fqns
+    if not fqns:
         return run
     looked = False
 
@@ -96,8 +82,7 @@ def watch_for_shards(run: Callable[..., Any], compiled: Watched) -> Callable[...
         nonlocal looked
         if not looked:
             looked = True
-            names = format_names(compiled.fqns.values())
-            _look_for_shards([args[i] for i in compiled.fqns], names, compiled)
+            _look_for_shards([args[i] for i in fqns], format_names(fqns.values()), compilation)
         return run(*args, **kwargs)
 
     return watched
@@ -106,10 +91,11 @@ def watch_for_shards(run: Callable[..., Any], compiled: Watched) -> Callable[...
 class RunWatch:
     """Watch the first runs of a compiled function for ``units`` that are not reduced as planned."""
 
-    def __init__(self, units: Units, compiled: Watched) -> None:
+    def __init__(self, units: Units, compilation: Compilation) -> None:
         self._units = units
-        self._compiled = compiled
-        self._planned = {i: f for i, f in compiled.fqns.items() if units.unit_of(f) is not None}
+        self._compilation = compilation
+        fqns = compilation.input_fqns or {}
+        self._planned = {i: f for i, f in fqns.items() if units.unit_of(f) is not None}
         self._names = format_names(self._planned.values())
 
     def watch(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +115,7 @@ class RunWatch:
                     return compiled(*args, **kwargs)
                 mine = calls[module] = _Calls()
                 parameters = [args[i] for i in self._planned]
-                _look_for_shards(parameters, self._names, self._compiled)
+                _look_for_shards(parameters, self._names, self._compilation)
                 self._look_at_module(parameters)
             out = compiled(*args, **kwargs)
             if mine.number < _MOST_BACKWARDS and torch.is_grad_enabled():
@@ -141,7 +127,7 @@ class RunWatch:
 
     def _look_at_module(self, parameters: Sequence[Any]) -> None:
         """Check the parameters of a module that runs the graph for the first time."""
-        model = registered_model(parameters[0], self._compiled.model)
+        model = registered_model(parameters[0], self._compilation.model)
         if model is None:
             return
         names = {p: fqns[0] for p, fqns in parameter_names(model).items()}
@@ -159,7 +145,7 @@ class RunWatch:
         if len(own) < len(parameters) or own == planned:
             return
         if self._packing(own, members) != self._packing(planned, members):
-            self._compiled.warn_of_bits(
+            self._compilation.warn_of_bits(
                 f"{format_names(own)} run the graph that was compiled for {self._names}, and are "
                 "packed like those, but their units differ",
                 "Modules of one class share a graph: give them equal units, in eager FSDP2 as "
@@ -201,7 +187,7 @@ class RunWatch:
             if known.warned or name not in rest:
                 return
             known.warned = True
-            self._compiled.warn_of_bits(
+            self._compilation.warn_of_bits(
                 f"{format_names(sorted(rest))} are in no compiled graph, and the gradient of "
                 f"{name} was reduced without its unit",
                 "Compile the whole model, or make each a unit, in eager FSDP2 as well",
@@ -216,7 +202,7 @@ class RunWatch:
             backward = current_backward()
             if mine.backward == backward:
                 mine.number = _MOST_BACKWARDS
-                self._compiled.warn_of_bits(
+                self._compilation.warn_of_bits(
                     f"the graph that was compiled for {self._names} ran twice with the same "
                     "parameters in one step, and reduced their gradients twice",
                     "Compile the whole model, with MatchFSDP2() first among the passes",
