@@ -242,9 +242,7 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     **BUCKETERS,
-    "by structure": lambda gm: by_cap(
-        gm, None, eligible="structure", groups="primary", non_adjacent=False
-    ),
+    "by structure": lambda gm: by_cap(gm, None, eligible="structure", groups="primary"),
     "Overlap": lambda gm: schedule(gm, teb.Overlap()),
     "MaxComputeRun": lambda gm: schedule(gm, teb.MaxComputeRun(1)),
     "PeakMemory": lambda gm: schedule(gm, teb.PeakMemory(ratio=0.5)),

@@ -20,7 +20,6 @@ torch's greedy bucketing buckets neighbours first, and merges whole buckets wher
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
@@ -251,8 +250,6 @@ class ByCap:
         groups: process groups to bucket, see :data:`.Groups`. A gather in a smaller group
             (``ReshardAfterForward(to=...)``) counts for the group that shards the parameter.
         max_compute_run: see :class:`.MaxComputeRun`.
-        non_adjacent: False merges only members whose waits follow each other among the eligible
-            waits of one kind; the bucket index restarts at 0 at each such run.
     """
 
     cap_mb: CapMb = None
@@ -261,7 +258,6 @@ class ByCap:
     eligible: Eligible = "tag"
     groups: Groups = None
     max_compute_run: int | None = None
-    non_adjacent: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", check_kinds(self.kinds))
@@ -299,7 +295,6 @@ class CapPlanner:
         self._contracted = Contraction(analysis)
         self._position = self._contracted.position
         self._default_cap = cache(default_cap_mb)
-        self._non_adjacent = options.non_adjacent
         mergeable, self._left, counts = _candidates(analysis, options.kinds, options.eligible)
         chosen = chosen_groups(options.groups, counts)
         # Groups in one scope are planned together, scopes one after the other.
@@ -322,9 +317,8 @@ class CapPlanner:
         self._buckets: list[Bucket] = []
         self._unmerged: list[tuple[int, Unmerged]] = []
         for groups in self._scopes:
-            members = [c for c in self._in_wait_order if c.home in groups]
-            for run in _runs(members, self._non_adjacent):
-                self._fill(run)
+            for alike in _by_key(c for c in self._in_wait_order if c.home in groups):
+                self._fill(alike)
         return MergePlan(
             buckets=tuple(sorted(self._buckets, key=lambda b: self._position(b.members[0]))),
             ineligible=tuple(self._left),
@@ -333,7 +327,7 @@ class CapPlanner:
 
     def runs(self) -> list[list[Collective]]:
         """Return the mergeable collectives of each bucket key, in fill order."""
-        return _runs(self._in_wait_order, non_adjacent=True)
+        return _by_key(self._in_wait_order)
 
     def _fill(self, candidates: list[Collective]) -> None:
         """Plan the buckets of one bucket key."""
@@ -480,14 +474,12 @@ def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
     return {start: None for start, c in analysis.collectives.items() if is_ours(c)}
 
 
-def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective]]:
-    """Split members into runs of one bucket key, in wait order."""
-    if not non_adjacent:
-        return [list(run) for _, run in itertools.groupby(members, lambda c: c.key)]
-    runs: dict[Any, list[Collective]] = {}
-    for c in members:
-        runs.setdefault(c.key, []).append(c)
-    return list(runs.values())
+def _by_key(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """Group collectives by bucket key, and keep their order."""
+    groups: dict[Any, list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault(c.key, []).append(c)
+    return list(groups.values())
 
 
 def check_caps(cap_mb: CapMb) -> None:

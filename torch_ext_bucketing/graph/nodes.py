@@ -205,9 +205,6 @@ class CollectiveType(NamedTuple):
     # How often a ring moves the buffer past each rank. 0: no ring; each rank sends to every other
     # one, and ranks may send different amounts.
     rounds: int
-    # c10d's operators that launch it, as torch's profiler names them.
-    launches: tuple[str, ...] = ()
-    input_at: int = 1  # the place of the input among their arguments; the output's is 0
 
 
 COLLECTIVES = {
@@ -218,7 +215,6 @@ COLLECTIVES = {
         whole_input=False,
         whole_output=True,
         rounds=1,
-        launches=("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"),
     ),
     "reduce_scatter": CollectiveType(
         "RS",
@@ -227,7 +223,6 @@ COLLECTIVES = {
         whole_input=True,
         whole_output=False,
         rounds=1,
-        launches=("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_"),
     ),
     "all_reduce": CollectiveType(
         "AR",
@@ -236,8 +231,6 @@ COLLECTIVES = {
         whole_input=True,
         whole_output=True,
         rounds=2,
-        launches=("c10d::allreduce_", "c10d::allreduce_coalesced_"),
-        input_at=0,
     ),
     "all_to_all": CollectiveType(
         "A2A",
@@ -246,10 +239,9 @@ COLLECTIVES = {
         whole_input=True,
         whole_output=True,
         rounds=0,
-        launches=("c10d::alltoall_base_",),
     ),
 }
-"""All kinds. Another one is a row: times, traces, measurements and reports follow it."""
+"""All kinds. Another one is a row: times, measurements and reports follow it."""
 
 _KIND_OF_TARGET: dict[Any, str] = {t: kind for kind, c in COLLECTIVES.items() for t in c.targets}
 _MERGED_KIND_OF_TARGET: dict[Any, Kind] = {t: k for k in KINDS for t in COLLECTIVES[k].targets}

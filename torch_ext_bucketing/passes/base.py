@@ -19,13 +19,20 @@ import torch.nn as nn
 
 from .._source import note_sources
 from .._torch.aot import stage_of
-from .._torch.inductor import CustomGraphPass, readable, trace_artifact
+from .._torch.inductor import (
+    CustomGraphPass,
+    is_inductor_compiling,
+    readable,
+    trace_artifact,
+    uses_cuda_graphs,
+)
 from ..errors import DividedUnitWarning, NoUuidError, UncoveredParametersWarning
 from ..graph.analysis import GraphAnalysis
 from ..graph.liveness import beside_bytes, kept_inputs
 from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import GivenHints, SizeHints
 from ..reports.compile import CompileReport, GraphReport, PassTime, RewriteReport
+from .cache_key import code_of_fields, key_of
 
 
 @dataclass(frozen=True)
@@ -260,8 +267,6 @@ class GraphPass(CustomGraphPass):
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
         """Run this pass alone on one graph, in place, and recompile a ``GraphModule``."""
-        from .._torch.inductor import is_inductor_compiling, uses_cuda_graphs
-
         if compilation is None:
             fuses = is_inductor_compiling()
             compilation = Compilation(fuses=fuses, captured=fuses and uses_cuda_graphs())
@@ -281,8 +286,6 @@ class GraphPass(CustomGraphPass):
         imports from elsewhere. None bypasses Inductor's caches, with a warning: a setting is a
         plain function, whose name does not identify its code; give it a ``uuid()`` of its own.
         """
-        from .cache_key import key_of
-
         return key_of(type(self), self.settings)
 
     def settings(self) -> tuple[Any, ...]:
@@ -302,8 +305,6 @@ class GraphPass(CustomGraphPass):
 
     def __repr__(self) -> str:
         """Return the code that makes the pass, without fields that have their defaults."""
-        from .cache_key import code_of_fields
-
         return code_of_fields(self)
 
 

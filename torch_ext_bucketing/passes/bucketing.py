@@ -35,7 +35,6 @@ from .._torch.aot import in_backward, mark_backward
 from .._torch.inductor import lower_sum
 from ..bucketing.pack import PayloadKey, Writer, check_payload_order, merge_and_report
 from ..bucketing.plan import ByCap, ByUnit, CapMb, Eligible, Groups, check_groups
-from ..errors import check_argument
 from ..fsdp.rank_order import SUM, check_accumulate, steps_of
 from ..fsdp.units import Units
 from ..graph.analysis import Collective, GraphAnalysis
@@ -179,13 +178,11 @@ class BucketByCap(GraphPass):
     kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
     groups: Groups = None
-    non_adjacent: bool = True
     payload_order: PayloadKey | None = None
     planner: ByCap = field(init=False)
 
     def __post_init__(self) -> None:
         check_payload_order(self.payload_order)
-        check_argument("non_adjacent", self.non_adjacent, bool)
         cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
         self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds), groups=check_groups(self.groups))
         self._set(
@@ -194,7 +191,6 @@ class BucketByCap(GraphPass):
                 kinds=self.kinds,
                 eligible=self.eligible,
                 groups=self.groups,
-                non_adjacent=self.non_adjacent,
             )
         )
 
