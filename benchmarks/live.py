@@ -93,7 +93,7 @@ def compiled(
     compilation: Compilation,
 ) -> dict[str, Any]:
     """Compile a graph with the passes of ``backend``; return its row."""
-    run = backends._InductorPass(backend, "forward_backward", compilation, ())
+    run = backends._InductorPass(backends._Compile(backend, compilation), "forward_backward")
     unfused = []
 
     def pinned(g: fx.Graph) -> int:

@@ -222,7 +222,7 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
 
 
 def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
-    from torch_ext_bucketing.passes.backends import Compilation, _InductorPass
+    from torch_ext_bucketing.passes.backends import Compilation, _Compile, _InductorPass
     from torch_ext_bucketing.passes.pipeline import Pipeline
     from torch_ext_bucketing.runtime.launches import (
         GraphLaunches,
@@ -235,7 +235,7 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     manager = taken.pipeline
 
     def key(hints):
-        return _InductorPass(taken, "joint", Compilation(size_hints=hints), ()).uuid()
+        return _InductorPass(_Compile(taken, Compilation(size_hints=hints)), "joint").uuid()
 
     assert len({key(None), key(1), key(2)}) == 3
     assert key(lambda symbol: 1) is None

@@ -52,7 +52,7 @@ def orders(
     patches = {
         **options,
         "post_grad_custom_post_pass": backends._InductorPass(
-            backend, "forward_backward", compilation, ()
+            backends._Compile(backend, compilation), "forward_backward"
         ),
         "fx_graph_cache": False,
     }

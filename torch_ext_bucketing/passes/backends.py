@@ -27,10 +27,9 @@ import torch
 import torch.fx as fx
 
 from .._source import package_digest
-from .._torch import aot as _aot
 from .._torch import caches as _caches
 from .._torch import dynamo as _dynamo
-from .._torch.aot import copies_in_partitioner
+from .._torch.aot import Wrap, compile_aot, copies_in_partitioner, stage_of
 from .._torch.inductor import (
     CustomGraphPass,
     compile_inductor,
@@ -45,8 +44,6 @@ from ..fqns import format_names
 from ..fsdp.shard import attach
 from ..fsdp.tagging import gradients_of, named_inputs
 from ..graph.nodes import (
-    GraphLike,
-    graph_of,
     host_stream,
     is_collective,
     is_compute,
@@ -55,7 +52,7 @@ from ..graph.nodes import (
     launched_by,
 )
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
-from ..reports.compile import CompileReport, GraphReport
+from ..reports.compile import CompileReport
 from ..runtime import agreement
 from ..runtime.agreement import as_fresh_frame, before_first_run
 from ..runtime.launches import GraphLaunches, launches_of
@@ -181,70 +178,16 @@ class BucketingBackend:
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         is_fresh = agrees and _dynamo.is_first_compile()
+        work = _Compile(self, compilation, agrees, _caches.meshes_in(example_inputs))
+        run = work.by_inductor if self.compiler == "inductor" else work.by_aot
         with copies_in_partitioner(any(PARKED in p.provides for p in self.pipeline.joint)):
-            compiled = self._compile(gm, example_inputs, compilation, agrees, kwargs)
+            compiled = run(gm, example_inputs, **kwargs)
         if is_fresh:
             compiled = as_fresh_frame(compiled)
         # Joint passes wrap outermost: a step's peak is measured over the whole call.
         for p in (*self.pipeline.forward_backward, *self.pipeline.joint):
             compiled = p.wrap(compiled, compilation)
         return compiled
-
-    def _compile(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        compilation: Compilation,
-        agrees: bool,
-        given: dict[str, Any],
-    ) -> Callable[..., Any]:
-        check = RecomputeCheck() if self.check_recompute else None
-        extend = functools.partial(_extended, compilation=compilation)
-        numbers = SizeHints.of(self.size_hints)
-        stand_in = functools.partial(results_alone, number=numbers) if self.only_plans else None
-        if self.compiler == "inductor":
-            meshes = _caches.meshes_in(example_inputs)
-            return compile_inductor(
-                gm,
-                example_inputs,
-                joint=_InductorPass(self, "joint", compilation, meshes, check=check),
-                post_grad=_InductorPass(
-                    self, "forward_backward", compilation, meshes, agrees, check
-                ),
-                options=given.get("options"),
-                mode=given.get("mode"),
-                cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
-                prefetch=self.prefetch,
-                meshes=meshes,
-                extend=extend if compilation.extension else None,
-                check=check.wrap if check else None,
-                stand_in=stand_in,
-            )
-
-        def joint(graph: fx.GraphModule) -> None:
-            self.pipeline.run("joint", graph, compilation)
-            if check:
-                check.name(graph.graph)
-
-        def each(graph: fx.GraphModule) -> _aot.Wrap:
-            made = self.pipeline.run("forward_backward", graph, compilation)
-            if check:
-                check.keep(graph.graph, graph)
-            launches = _launches(self.pipeline, graph, compilation, made) if agrees else None
-
-            def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-                checked = check.wrap(run) if check else run
-                timeout = self.agree_timeout
-                return checked if launches is None else before_first_run(checked, launches, timeout)
-
-            return wrap
-
-        compiler: Any = None if self.compiler == "aot_eager" else self.compiler
-        if stand_in is not None:
-            compiler = lambda graph, inputs: stand_in(graph.graph)  # noqa: E731
-        return _aot.compile_aot(
-            gm, example_inputs, joint=joint, extend=extend, each=each, compiler=compiler
-        )
 
     def _extension(self) -> Extension | None:
         """Return the extension of the graphs of a new compile, if any."""
@@ -266,49 +209,123 @@ class BucketingBackend:
         return self.reports[-1]
 
 
+@dataclass(eq=False)
+class _Compile:
+    """The work on the graphs of one compile, whichever compiler gets the graphs."""
+
+    backend: BucketingBackend
+    compilation: Compilation
+    agrees: bool = False  # whether ranks compare their launches
+    meshes: Sequence[Any] = ()  # of the inputs
+
+    def __post_init__(self) -> None:
+        self.check = RecomputeCheck() if self.backend.check_recompute else None
+        numbers = SizeHints.of(self.backend.size_hints)
+        only_plans = self.backend.only_plans
+        self._stand_in = functools.partial(results_alone, number=numbers) if only_plans else None
+
+    def joint(self, graph: fx.Graph) -> None:
+        """Run the passes on the joint graph."""
+        self.backend.pipeline.run("joint", graph, self.compilation)
+        if self.check:
+            self.check.name(graph)
+
+    def after(self, graph: fx.Graph) -> GraphLaunches:
+        """Run the passes on a graph after the partitioner; return its launches."""
+        pipeline, compilation = self.backend.pipeline, self.compilation
+        made = pipeline.run("forward_backward", graph, compilation)
+        buckets = (bucket for report in made for bucket in report.buckets)
+        return launches_of(graph, stage_of(graph), buckets, pipeline.planned_with(compilation))
+
+    def extend(self, gm: fx.GraphModule) -> tuple[list[Any], Wrap]:
+        """Extend a graph; return fake tensors for new inputs, and a wrapper that adds values."""
+        extension, fqns, graph = self.compilation.extension, self.compilation.input_fqns, gm.graph
+        if extension is None:
+            return [], lambda compiled: compiled
+        gradients = gradients_of(graph, fqns) if stage_of(graph) == "backward" else []
+        choice = self.compilation.choice
+        inputs = extension.append(graph, named_inputs(graph, fqns), gradients, choice)
+        if not inputs:
+            return [], lambda compiled: compiled
+
+        def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+            def run(args: list[Any]) -> Any:
+                args.extend(extension.values())
+                return compiled(args)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return [node.meta["val"] for node in inputs], wrap
+
+    def by_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
+        """Compile by Inductor, with the passes in its config."""
+        return compile_inductor(
+            gm,
+            inputs,
+            joint=_InductorPass(self, "joint"),
+            post_grad=_InductorPass(self, "forward_backward"),
+            options=given.get("options"),
+            mode=given.get("mode"),
+            cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
+            prefetch=self.backend.prefetch,
+            meshes=self.meshes,
+            extend=self.extend if self.compilation.extension else None,
+            check=self.check.wrap if self.check else None,
+            stand_in=self._stand_in,
+        )
+
+    def by_aot(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        """Compile by AOTAutograd, and each graph by the backend's callable, if it has one."""
+
+        def each(graph: fx.GraphModule) -> Wrap:
+            launches = self.after(graph.graph)
+            if self.check:
+                self.check.keep(graph.graph, graph)
+
+            def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+                run = self.check.wrap(run) if self.check else run
+                timeout = self.backend.agree_timeout
+                return before_first_run(run, launches, timeout) if self.agrees else run
+
+            return wrap
+
+        compiler: Any = None if self.backend.compiler == "aot_eager" else self.backend.compiler
+        if (stand_in := self._stand_in) is not None:
+            compiler = lambda graph, inputs: stand_in(graph.graph)  # noqa: E731
+        joint = lambda gm: self.joint(gm.graph)  # noqa: E731
+        return compile_aot(
+            gm, inputs, joint=joint, extend=self.extend, each=each, compiler=compiler
+        )
+
+
 class _InductorPass(CustomGraphPass):
     """One stage of one compile, as a custom pass in Inductor's config."""
 
-    def __init__(
-        self,
-        backend: BucketingBackend,
-        stage: Stage,
-        compilation: Compilation,
-        meshes: Sequence[Any],
-        agrees: bool = False,
-        check: RecomputeCheck | None = None,
-    ) -> None:
-        self._passes = backend.pipeline
-        self._timeout = backend.agree_timeout
+    def __init__(self, work: _Compile, stage: Stage) -> None:
+        self._work = work
         self._stage = stage
-        self._compilation = compilation
-        self._meshes = meshes
-        self._agrees = agrees
-        self._check = check
-        self._only_plans = backend.only_plans
         self._made: CompileReport | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
+        work, backend = self._work, self._work.backend
         if self._stage == "joint":
             # Inductor's patterns leave fused attention where it stands before its inputs.
             sort_topologically(graph)
-            self._passes.run("joint", graph, self._compilation)
-            if self._check:
-                self._check.name(graph)
+            work.joint(graph)
             return
-        report = self._compilation.report
+        report = work.compilation.report
         done = len(report.graphs), len(report.schedules), len(report.estimates)
-        made = self._passes.run("forward_backward", graph, self._compilation)
+        launches = work.after(graph)
         self._made = report.since(*done)
-        launches = _launches(self._passes, graph, self._compilation, made)
         _warn_of_group_names(launches)
-        if self._agrees:
-            agreement.insert(graph, launches, self._timeout)
-        if self._check:
-            self._check.keep(graph, graph.owning_module)
-        if self._only_plans:
+        if work.agrees:
+            agreement.insert(graph, launches, backend.agree_timeout)
+        if work.check:
+            work.check.keep(graph, graph.owning_module)
+        if backend.only_plans:
             raise Planned(graph)
-        if any(ORDER in p.provides for p in self._passes.ahead):
+        if any(ORDER in p.provides for p in backend.pipeline.ahead):
             pin_order(graph)  # last, since wrapping hides a node's operator
 
     def graph_compiled(self) -> CompileReport | None:
@@ -319,16 +336,17 @@ class _InductorPass(CustomGraphPass):
         """Add the report of a graph that was loaded from a cache."""
         made, self._made = self._made, None
         if made is None and kept is not None:
-            self._compilation.report.add_cached(kept)
+            self._work.compilation.report.add_cached(kept)
 
     def uuid(self) -> str | None:
-        _caches.forget_mesh_hashes(self._meshes)  # Inductor calls this before it makes a key
+        work, backend = self._work, self._work.backend
+        _caches.forget_mesh_hashes(work.meshes)  # Inductor calls this before it makes a key
         # A loaded graph has nothing to check, and no plan.
-        passes = None if self._check or self._only_plans else self._passes.uuid()
-        fqns = repr(describe(self._compilation.input_fqns))
-        agreement = repr((self._agrees, self._timeout))
+        passes = None if work.check or backend.only_plans else backend.pipeline.uuid()
+        fqns = repr(describe(work.compilation.input_fqns))
+        agreement = repr((work.agrees, backend.agree_timeout))
         try:
-            hints = repr(describe(self._compilation.size_hints))
+            hints = repr(describe(work.compilation.size_hints))
         except NoUuidError as error:
             log_no_uuid("size_hints", error)
             return None
@@ -347,37 +365,6 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
             launches.stage,
             ", ".join(named),
         )
-
-
-def _launches(
-    passes: Pipeline, graph: GraphLike, compilation: Compilation, made: Iterable[GraphReport]
-) -> GraphLaunches:
-    """List the launches of a graph after the passes that made these reports."""
-    g = graph_of(graph)
-    buckets = (bucket for report in made for bucket in report.buckets)
-    return launches_of(g, _aot.stage_of(g), buckets, passes.planned_with(compilation))
-
-
-def _extended(graph: fx.GraphModule, compilation: Compilation) -> tuple[list[Any], _aot.Wrap]:
-    """Extend a graph; return fake tensors for new inputs, and a wrapper that adds values."""
-    extension = compilation.extension
-    if extension is None:
-        return [], lambda compiled: compiled
-    fqns, g = compilation.input_fqns, graph.graph
-    gradients = gradients_of(g, fqns) if _aot.stage_of(g) == "backward" else []
-    inputs = extension.append(g, named_inputs(g, fqns), gradients, compilation.choice)
-    if not inputs:
-        return [], lambda compiled: compiled
-
-    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
-        def run(args: list[Any]) -> Any:
-            args.extend(extension.values())
-            return compiled(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    return [node.meta["val"] for node in inputs], wrap
 
 
 def backend(
