@@ -200,11 +200,13 @@ def must_recompute(node: fx.Node) -> bool:
     )
 
 
-def from_forward(node: fx.Node) -> bool:
-    """Return whether ``node`` was traced in forward; one of a backward graph is computed again."""
-    return node.meta.get("partitioner_tag") == "is_forward"
-
-
+# Forward or backward? The answer depends on the graph:
+#
+#   any graph           stage_of(graph)
+#   joint               Halves(graph): where the partitioner will put each node
+#   joint, whole step   in_backward(node): whether autograd ran when the node was traced
+#   backward            from_forward(node): whether the node computes a value of forward again
+#   backward            is_saved(input), is_tangent(input)
 def stage_of(graph: fx.Graph) -> str:
     """Return ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``."""
     inputs = graph.find_nodes(op="placeholder")
@@ -271,10 +273,9 @@ def mark_backward(nodes: Iterable[fx.Node]) -> None:
         node.meta["autograd_backward"] = True
 
 
-def current_backward() -> int:
-    """Return the number of the ``backward()`` call that runs now; -1 outside of one."""
-    with private_torch():
-        return int(torch._C._current_graph_task_id())
+def from_forward(node: fx.Node) -> bool:
+    """Return whether ``node`` was traced in forward; one of a backward graph is computed again."""
+    return node.meta.get("partitioner_tag") == "is_forward"
 
 
 def is_saved(placeholder: fx.Node) -> bool:
@@ -288,6 +289,12 @@ def is_tangent(node: fx.Node) -> bool:
     if desc is not None:
         return bool(desc.is_tangent())
     return "tangents" in str(node.target)
+
+
+def current_backward() -> int:
+    """Return the number of the ``backward()`` call that runs now; -1 outside of one."""
+    with private_torch():
+        return int(torch._C._current_graph_task_id())
 
 
 def compile_aot(
@@ -391,10 +398,9 @@ def copies_in_partitioner(wanted: bool) -> contextlib.AbstractContextManager[Any
 
 
 with private_torch():
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils._python_dispatch import _disable_current_modes
-
-fake_mode = FakeTensorMode
 
 
 def fake_mode_of(value: torch.Tensor) -> Any:

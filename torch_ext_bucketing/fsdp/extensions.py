@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from .._torch.aot import fake_mode, fake_mode_of
+from .._torch.aot import FakeTensorMode, fake_mode_of
 from .._torch.fsdp2 import map_parts, parts_of, shard_of, spanned
 
 _c10d = torch.ops._c10d_functional
@@ -97,7 +97,7 @@ class Extension:
         rows = -(-self.shape[0] // self.ranks)
         whole = (self.shape, torch.Size((rows * self.ranks, *self.shape[1:])))
         first: list[tuple[torch.Size, torch.dtype]] = []
-        mode = fake_mode_of(parts_of(param.data)[0]) or fake_mode()
+        mode = fake_mode_of(parts_of(param.data)[0]) or FakeTensorMode()
         full = map_parts(param.data, lambda part: mode.from_tensor(part.data))
         with mode, torch.no_grad():
             # Shards of the first ranks are full, one may be partly full, and the rest are empty.
