@@ -21,7 +21,6 @@ from ..fqns import format_names
 from ..fsdp.unit_inputs import is_unit_input, register_input_nodes
 from ..fsdp.units import Units, modules_with_input_nodes
 from ..graph.values import keeps_values
-from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
 from .base import Compilation, GraphPass
 
@@ -44,7 +43,6 @@ class AddReport(RewriteReport):
 
     rewrite = heading = "added by unit"
     added: tuple[AddedByUnit, ...] = ()
-    left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
         return [

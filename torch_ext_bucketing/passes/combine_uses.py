@@ -77,7 +77,6 @@ class CombineReport(RewriteReport):
     rewrite = "combine uses"
     heading = "uses combined"
     combined: tuple[CombinedUses, ...] = ()
-    left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
         lines = []
@@ -121,7 +120,7 @@ def combine_uses(graph: fx.Graph) -> CombineReport:
             left += kept
         if combined:
             graph.lint()
-    return CombineReport(tuple(combined), tuple(left))
+    return CombineReport(tuple(combined), left=tuple(left))
 
 
 def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:

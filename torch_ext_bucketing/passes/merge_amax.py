@@ -35,7 +35,6 @@ class AmaxReport(RewriteReport):
 
     rewrite = heading = "largest values merged"
     merged: tuple[int, ...] = ()
-    left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
         return [f"{number} all-reduces -> 1" for number in self.merged]
@@ -80,5 +79,5 @@ class MergeAmax(GraphPass):
                 sort_topologically(graph)
                 graph.lint()
         if merged or left:
-            report = AmaxReport(tuple(map(len, merged)), tuple(left))
+            report = AmaxReport(tuple(map(len, merged)), left=tuple(left))
             compilation.report.rewrites.append(report)

@@ -48,7 +48,6 @@ class ParkReport(RewriteReport):
 
     rewrite = heading = "parked in host memory"
     parked: dict[str, int]
-    left: tuple[LeftAlone, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +98,7 @@ class Park(GraphPass):
             mark(node)
         left = [LeftAlone((name,), "no activation") for name, nodes in wanted.items() if not nodes]
         if left:
-            compilation.report.rewrites.append(ParkReport({}, tuple(left)))
+            compilation.report.rewrites.append(ParkReport({}, left=tuple(left)))
 
     def finish(self, graph: fx.Graph, compilation: Compilation) -> None:
         finish(graph, compilation)

@@ -50,7 +50,6 @@ class ScatterReport(RewriteReport):
     derived = ("rewrite", "replica_bytes")
     rewrite = heading = "reduce-scatter first"
     swapped: tuple[ReducedShard, ...] = ()
-    left: tuple[LeftAlone, ...] = ()
 
     @property
     def replica_bytes(self) -> tuple[int, int]:
@@ -109,7 +108,7 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
         if swapped:
             sort_topologically(graph)
             graph.lint()
-    return ScatterReport(tuple(swapped), tuple(left))
+    return ScatterReport(tuple(swapped), left=tuple(left))
 
 
 def _scatter_after(reduce: fx.Node) -> fx.Node | None:

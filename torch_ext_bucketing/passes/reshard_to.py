@@ -79,7 +79,6 @@ class ReshardReport(RewriteReport):
     rewrite = heading = "reshard after forward"
     ranks: int
     resharded: tuple[Resharded, ...] = ()
-    left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
         nbytes = sum(r.saved_bytes for r in self.resharded)
@@ -176,7 +175,7 @@ def reshard_to(
                 mark_recompute(node)
         if resharded:
             graph.lint()
-    return ReshardReport(len(smaller.ranks), tuple(resharded), tuple(left))
+    return ReshardReport(len(smaller.ranks), tuple(resharded), left=tuple(left))
 
 
 def what_fits(chains: Chains, smaller: SmallerGroup) -> Smaller:

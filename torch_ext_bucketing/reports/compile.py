@@ -202,14 +202,14 @@ _UNMERGED: dict[str, Callable[[Unmerged], object]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
 class RewriteReport(Report):
-    """The report of one rewrite of the joint graph; subclasses are dataclasses."""
+    """The report of one rewrite of the joint graph; ``left`` are collectives it did not touch."""
 
     derived: ClassVar[tuple[str, ...]] = ("rewrite",)
     rewrite: ClassVar[str]
     heading: ClassVar[str]
-    left: tuple[LeftAlone, ...]
-    """Collectives that the rewrite did not touch."""
+    left: tuple[LeftAlone, ...] = ()
 
     def lines(self, members: bool = True) -> list[str]:
         """List changes, and collectives left alone; an empty list without either."""
@@ -254,7 +254,6 @@ class StepReport(RewriteReport):
     state_bytes: int  # bytes of optimizer state that the graph reads on the rank with most
     buffer_bytes: int  # bytes that the largest update allocates while it runs
     owners: tuple[Owners, ...] = ()  # per mesh; empty without Muon
-    left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
         number = sum(map(len, self.updates))
