@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch._inductor import config as inductor_config
 
 from . import private_torch
-from .aot import WithoutDraws, reads_dropout, size_with, symbol_facts
+from .aot import WithoutDraws, Wrap, reads_dropout, size_with, symbol_facts
 from .caches import watched_caches
 from .without_device import Planned
 
@@ -61,12 +61,6 @@ try:
     from torch._inductor.custom_graph_pass import CustomPassBase
 except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
     CustomPassBase = CustomGraphPass
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def _same(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    return compiled
 
 
 def check_passes_run_here() -> None:
@@ -147,7 +141,7 @@ def compile_inductor(
 
     @functools.wraps(compile_fx_inner)
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        added, wrap = ([], _same) if extend is None else extend(graph)
+        added, wrap = ([], lambda compiled: compiled) if extend is None else extend(graph)
         with watched_caches(meshes):  # the backward graph's turn comes later
             try:
                 compiled = compile_fx_inner(graph, [*inputs, *added], **kwargs)

@@ -421,7 +421,9 @@ def is_fused(node: fx.Node) -> bool:
     target, is_tensor = node.target, isinstance(node.meta.get("val"), torch.Tensor)
     if is_view(node) or not is_tensor:
         return False
-    return target in _SCATTERS or is_pointwise(node) or is_reduction(node)
+    if target in _SCATTERS or target in _MORE_POINTWISE or is_reduction(node):
+        return True
+    return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def is_read_once(node: fx.Node) -> bool:
@@ -429,12 +431,6 @@ def is_read_once(node: fx.Node) -> bool:
     while len(node.users) == 1 and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return len(node.users) == 1 and is_fused(node) and node.target not in _SCATTERS
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """Return whether an operator computes each element of its result by itself."""
-    target = node.target
-    return target in _MORE_POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def is_reduction(node: fx.Node) -> bool:

@@ -114,19 +114,16 @@ def combine_uses(graph: fx.Graph) -> CombineReport:
     combined: list[CombinedUses] = []
     left: list[LeftAlone] = []
     with unchanged_on_error(graph):
-        for fqns in _repeated(graph):
+        # The parameters with several collectives of one kind and group, in graph order.
+        tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
+        several = (tag.fqns for (tag, _), count in Counter(tags).items() if count > 1)
+        for fqns in dict.fromkeys(several):
             done, kept = _combine(graph, fqns)
             combined += done
             left += kept
         if combined:
             graph.lint()
     return CombineReport(tuple(combined), left=tuple(left))
-
-
-def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:
-    """List the parameters with several collectives of one kind and group, in graph order."""
-    tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
-    return list(dict.fromkeys(tag.fqns for (tag, _), count in Counter(tags).items() if count > 1))
 
 
 def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses], list[LeftAlone]]:

@@ -55,12 +55,6 @@ LINGER_S = 5.0
 _MAX_SLEEP_S = 0.25
 
 
-def this_environment() -> str:
-    """Describe the versions of torch and of this package, which all ranks must share."""
-    torch_version = torch.__version__.split("+")[0]
-    return f"torch {torch_version}, torch_ext_bucketing {package_digest()[:12]}"
-
-
 class _FailedError(Exception):
     """Carry the exchange that failed, whose ``bad`` key has the reason."""
 
@@ -323,7 +317,8 @@ class _Agreed:
         exchanges: list[Exchange] = []
         if self.group() is None:
             return exchanges
-        environment = this_environment()
+        version_of_torch = torch.__version__.split("+")[0]
+        environment = f"torch {version_of_torch}, torch_ext_bucketing {package_digest()[:12]}"
         for of_group in launches.groups:
             name, group = of_group.group, groups.group_by_name(of_group.group)
             if not groups.has_peers(group):
