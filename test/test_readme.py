@@ -25,7 +25,7 @@ from torch_ext_bucketing.tuning.candidates import candidates
 
 
 def small_model() -> Transformer:
-    config = ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, hidden=48, vocab=64)
+    config = ModelConfig(layers=1, dim=32, heads=2, kv_heads=1, hidden=48, vocab=64)
     return Transformer(config)
 
 
@@ -36,6 +36,12 @@ def scope(fake_world: int) -> dict[str, Any]:
     model, mesh = small_model(), init_device_mesh("cpu", (fake_world,))
     order = teb.FSDPParamOrder.from_model(model, units=teb.transformer_block_plan(model))
     return {"model": model, "mesh": mesh, "order": order, "torch": torch, "teb": teb}
+
+
+@pytest.fixture
+def sharded(scope: dict[str, Any]) -> dict[str, Any]:
+    teb.data_parallel(scope["model"], scope["mesh"])
+    return scope
 
 
 def run_step(compiled: torch.nn.Module) -> None:
@@ -54,7 +60,7 @@ def counts_of_units(scope: dict[str, Any]) -> list[dict[str, int]]:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("page", ["README", "getting-started"])
-def test_quick_start(scope: dict[str, Any], page: str):
+def test_quick_start(scope: dict[str, Any], page: str, capsys):
     with config.patch({"force_disable_caches": True}):
         # The passes are the same; Inductor's work on the graphs is slow and not looked at.
         exec(code_of(page)[0].replace('"inductor"', '"aot_eager"'), scope)
@@ -64,25 +70,17 @@ def test_quick_start(scope: dict[str, Any], page: str):
     for bucket in report.buckets:
         members = [f for m in bucket.members for f in m.fqns]
         assert tuple(members) == scope["order"].units[bucket.unit]
-
-
-def test_units_by_hand_and_reading_a_report(scope: dict[str, Any], capsys):
-    teb.data_parallel(scope["model"], scope["mesh"])
-    exec(code_of("getting-started")[1], scope)
-    scope["backend"] = teb.backend("aot_eager", scope["passes"])
-    run_step(torch.compile(scope["model"], backend=scope["backend"]))
     exec(code_of("reports-and-tools")[0], scope)
     assert "all_gather [(" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 @pytest.mark.parametrize("name", ["parity", "speed"])
-def test_passes_written_out(scope: dict[str, Any], name: str):
+def test_passes_written_out(sharded: dict[str, Any], name: str):
     """On a model this small one all-gather is more than 2% of memory: a warning, and it runs."""
-    teb.data_parallel(scope["model"], scope["mesh"])
-    exec(code_of("recipes-and-passes")[0], scope)
-    compiler = teb.backend("aot_eager", scope[name])
-    run_step(torch.compile(scope["model"], backend=compiler))
+    exec(code_of("recipes-and-passes")[0], sharded)
+    compiler = teb.backend("aot_eager", sharded[name])
+    run_step(torch.compile(sharded["model"], backend=compiler))
     report = compiler.last_report()
     assert len(report.schedules) == len(report.graphs) == 2
     assert report.buckets
@@ -95,41 +93,38 @@ def test_passes_written_out(scope: dict[str, Any], name: str):
 
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
-def test_a_tuned_step(scope: dict[str, Any], tmp_path, monkeypatch):
+def test_a_tuned_step(sharded: dict[str, Any], tmp_path, monkeypatch):
     """All candidates compile, and the step is taken by the first."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    teb.data_parallel(scope["model"], scope["mesh"])
-    scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters())
+    sharded["optimizer"] = torch.optim.AdamW(sharded["model"].parameters())
     code = code_of("recipes-and-passes")[1].replace(".sum()", ".float().sum()")
-    scope["plans"] = candidates(scope["model"], "aot_eager")
-    exec(code.replace("tune(model)", "tune(model, plans)"), scope)
-    before = [p.to_local().clone() for p in scope["model"].parameters()]
-    scope["train_step"](torch.zeros(1, 16, dtype=torch.long))
-    after = [p.to_local() for p in scope["model"].parameters()]
+    sharded["plans"] = candidates(sharded["model"], "aot_eager")
+    exec(code.replace("tune(model)", "tune(model, plans)"), sharded)
+    before = [p.to_local().clone() for p in sharded["model"].parameters()]
+    sharded["train_step"](torch.zeros(1, 16, dtype=torch.long))
+    after = [p.to_local() for p in sharded["model"].parameters()]
     assert not all(map(torch.equal, before, after))
-    reports = {n: c.last_report() for n, c in scope["tuner"].candidates.items()}
+    reports = {n: c.last_report() for n, c in sharded["tuner"].candidates.items()}
     assert len(reports) == 7
     # The backward graph of the first one ran, too.
     assert [len(r.estimates) for r in reports.values()] == [2, 1, 1, 1, 1, 1, 1]
     assert [n for n, r in reports.items() if not r.graphs] == ["torch's buckets", "no buckets"]
-    assert reports["units"].collectives_after["all_gather"] == len(scope["order"].units)
+    assert reports["units"].collectives_after["all_gather"] == len(sharded["order"].units)
 
 
 @pytest.mark.torch
-def test_memory(scope: dict[str, Any]):
-    teb.data_parallel(scope["model"], scope["mesh"])
-    scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters())
-    for code in code_of("memory"):
-        exec(code, scope)
-    assert [type(p).__name__ for p in scope["passes"]][1] == "ReshardAfterForward"
-    assert scope["chosen"].auto
-    assert not scope["in_a_node"].auto
+def test_units_by_hand_and_memory(sharded: dict[str, Any]):
+    sharded["optimizer"] = torch.optim.AdamW(sharded["model"].parameters())
+    for code in (code_of("getting-started")[1], *code_of("memory")):
+        exec(code, sharded)
+        assert sharded["passes"]
+    assert [type(p).__name__ for p in sharded["passes"]][1] == "ReshardAfterForward"
+    assert sharded["chosen"].auto
+    assert not sharded["in_a_node"].auto
 
 
 def test_rank_order(scope: dict[str, Any]):
-    eager = small_model()
-    for module in (*eager.blocks, eager):
-        fully_shard(module, mesh=scope["mesh"])
+    eager = fully_shard(small_model(), mesh=scope["mesh"])
     teb.data_parallel(scope["model"], scope["mesh"])
     scope |= {"eager_model": eager, "FSDPModule": FSDPModule}
     for code in code_of("rank-order-reductions"):
@@ -138,30 +133,28 @@ def test_rank_order(scope: dict[str, Any]):
 
 
 @pytest.mark.torch
-def test_muon(scope: dict[str, Any]):
-    teb.data_parallel(scope["model"], scope["mesh"])
-    scope["batches"] = [torch.zeros(1, 16, dtype=torch.long)]
-    scope["loss"] = lambda model, tokens: model(tokens).float().sum()
+def test_muon(sharded: dict[str, Any]):
+    sharded["batches"] = [torch.zeros(1, 16, dtype=torch.long)]
+    sharded["loss"] = lambda model, tokens: model(tokens).float().sum()
     code = code_of("muon")[0].replace("recipe(model))", 'recipe(model), compiler="aot_eager")')
-    exec(code, scope)
-    assert "14 matrices on 4 ranks" in scope["report"].to_text()
-    exec(code_of("muon")[1], scope)
-    assert len(scope["muon"].param_groups[0]["params"]) == 14
+    exec(code, sharded)
+    assert "7 matrices on 4 ranks" in sharded["report"].to_text()
+    exec(code_of("muon")[1], sharded)
+    assert len(sharded["muon"].param_groups[0]["params"]) == 7
 
 
-def test_extending(scope: dict[str, Any], capsys):
-    teb.data_parallel(scope["model"], scope["mesh"])
+def test_extending(sharded: dict[str, Any], capsys):
     own_pass, _, machine = code_of("extending")
-    exec(machine, scope)
-    assert "slow network" in repr(scope["passes"])
+    exec(machine, sharded)
+    assert "slow network" in repr(sharded["passes"])
     # A dataclass looks up the module that defines it.
     module = types.ModuleType("extending")
-    vars(module).update(scope)
+    vars(module).update(sharded)
     with mock.patch.dict(sys.modules, {"extending": module}):
         exec(own_pass, vars(module))
         compiler = teb.backend("aot_eager", module.passes)
-        run_step(torch.compile(scope["model"], backend=compiler))
-    gathers = counts_of_units(scope)[1]["all_gather"]
+        run_step(torch.compile(sharded["model"], backend=compiler))
+    gathers = counts_of_units(sharded)[1]["all_gather"]
     found = [int(n) for n in re.findall(r"gathers left (\d+)", capsys.readouterr().out)]
     assert sum(found) == gathers
 
