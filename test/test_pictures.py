@@ -1,5 +1,8 @@
-"""The pictures of ``explain``: ``--html`` in a browser, and ``--plot``."""
+"""The pictures of ``explain``: ``--html`` in a browser, ``--plot`` and ``--trace``."""
 
+import contextlib
+import io
+import itertools
 import json
 import re
 import shutil
@@ -42,14 +45,31 @@ def broken():
 
 
 @pytest.fixture(scope="module")
-def plans():
+def written(tmp_path_factory):
+    """Run the command once, with all pictures; return what it planned, what it said and a folder."""
+    pytest.importorskip("matplotlib", reason="it draws the picture: pip install matplotlib")
+    folder, made = tmp_path_factory.mktemp("written"), []
+    words = ["--goal", "speed", "--world-size", "4", "--brief", "--memory-gib", "1"]
+    words += ["--host-gib", "2", "--plot", f"{folder}/plot.png", "--trace", f"{folder}/trace"]
+
+    def kept(*args, **options):
+        made.append(explain(*args, **options))
+        return made[0]
+
     torch._dynamo.reset()
-    bound = {"memory_gib": 1e-3, "host_gib": 1}
-    whole = explain(f"{HERE}:two_blocks", goal="speed", world_size=4, draw=True, **bound)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_ext_bucketing.explain.explain", kept)
+        assert main(["explain", f"{HERE}:two_blocks", *words, "--html", f"{folder}/html"]) == 0
+    return made[0], said.getvalue(), folder
+
+
+@pytest.fixture(scope="module")
+def plans(written):
     torch._dynamo.reset()
     parts = explain(f"{HERE}:broken", goal="parity", world_size=4, draw=True)
     torch._dynamo.reset()
-    return [(TITLE, whole), ("graph break", parts)]
+    return [(TITLE, written[0]), ("graph break", parts)]
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +113,46 @@ def test_the_page_loads_nothing_and_names_end_no_element(file):
     assert not re.search(r"https?:|//\w+\.\w+/|\bimport\b\s*\(|@import|\bsrc=|\bhref=", text)
 
 
-def test_the_command_writes_it(tmp_path, capsys):
-    torch._dynamo.reset()
-    out = tmp_path / "out.html"
-    words = ["explain", f"{HERE}:broken", "--world-size", "2", "--brief", "--html", str(out)]
-    assert main(words) == 0
-    (plan,) = data_of(out)["plans"]
-    assert f"{HERE}:broken" in plan["title"]
-    assert plan["tables"][0]["rows"] == []
-    assert "gives a bound" in plan["tables"][0]["empty"]
+def test_the_command_writes_a_page(written, file):
+    (plan,) = data_of(written[2] / "html")["plans"]
+    assert plan["title"] == f"{HERE}:two_blocks, ranks=4"
+    parts = data_of(file)["plans"][1]["tables"][0]
+    assert parts["rows"] == []
+    assert "gives a bound" in parts["empty"]
+
+
+def test_a_trace_of_before_and_after(written):
+    """Every row has one kernel at a time, and the trace has all collectives of the report."""
+    events = json.loads((written[2] / "trace").read_text())["traceEvents"]
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert [names[pid, None] for pid in (1, 2)] == ["before", "after"]
+    assert [names[1, tid] for tid in (1, 2)] == ["compute", "group 0"]
+    rows = {}
+    for e in events:
+        if e["ph"] == "X":
+            rows.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["dur"], e["name"]))
+    for spans in rows.values():
+        spans.sort()
+        for (begin, duration, _), (following, _, _) in itertools.pairwise(spans):
+            assert begin + duration <= following + 1e-6
+    assert len(rows[2, 2]) == sum(written[0].report.collectives_after.values()) < len(rows[1, 2])
+    assert any("parameters)" in name for _, _, name in rows[2, 2])
+    assert all(e["args"]["GiB"] > 0 for e in events if e["ph"] == "C")
+
+
+def test_a_picture_of_before_and_after(written):
+    """With a bound, the picture shows the step time for more memory, too."""
+    _, said, folder = written
+    call = "ReshardAfterForward(reshard_after_forward='auto', memory=PeakMemory(gib=1.0, host"
+    assert call in said
+    assert "in host memory: 0 activations, 0 B, of 2.0 GiB allowed" in said
+    assert re.search(r"activations of +on the device +on the host +computed again\n", said)
+    assert re.search(r"kept from forward to backward: \d of \d units and [1-9] of [1-9]", said)
+    assert "longest compute run" in said
+    png = (folder / "plot.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert int.from_bytes(png[20:24], "big") == 1045  # four rows; the last one plots the curve
+    assert len(png) > 20_000
 
 
 @pytest.fixture(scope="module")
