@@ -45,8 +45,7 @@ from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.scheduling import schedule
 from torch_ext_bucketing.runtime.launches import launches_of
-from torch_ext_bucketing.testing.ranks import run_ranks
-from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.ring import RingTopology
 
 pytestmark = pytest.mark.long
 
@@ -426,7 +425,7 @@ class Mlp(torch.nn.Module):
 
 
 def hashes(rank, model, run):
-    return trained(model, run, tokens_of(rank.rank, 37, 2, 8), steps=2)
+    return trained(model, run, tokens_of(rank, 37, 2, 8), steps=2)
 
 
 def eager(mesh, units, twin):
@@ -456,24 +455,23 @@ def speed(model):
 def digests(rank):
     """Train by sums and by rings, eager with two sets of units, and compiled in several ways."""
     found = {}
-    with ring_rank(rank, RingTopology(ranks_per_node=1)):
-        mesh = init_device_mesh("cpu", (4,))
-        for twin in (False, True):
-            for name, units in (("units", BY_MODULE), ("other units", OTHER_UNITS)):
-                model = eager(mesh, units, twin)
-                found["sums" if twin else RING, name] = hashes(rank, model, model)
-        order = teb.FSDPParamOrder.from_fsdp(eager(mesh, BY_MODULE, False))
-        small, sums = teb.BucketByCap(0.0025, payload_order=order), teb.FixedOrderReduce()
-        scheduled = (small, sums, teb.Schedule([teb.Overlap()]))
-        found["sums", "small, FSDP2 order"] = compiled(rank, mesh, *scheduled)
-        found["sums", "speed"] = compiled(rank, mesh)
-        found[RING, "one bucket"] = compiled(rank, mesh, teb.BucketByCap(500))
+    mesh = init_device_mesh("cpu", (4,))
+    for twin in (False, True):
+        for name, units in (("units", BY_MODULE), ("other units", OTHER_UNITS)):
+            model = eager(mesh, units, twin)
+            found["sums" if twin else RING, name] = hashes(rank, model, model)
+    order = teb.FSDPParamOrder.from_fsdp(eager(mesh, BY_MODULE, False))
+    small, sums = teb.BucketByCap(0.0025, payload_order=order), teb.FixedOrderReduce()
+    scheduled = (small, sums, teb.Schedule([teb.Overlap()]))
+    found["sums", "small, FSDP2 order"] = compiled(rank, mesh, *scheduled)
+    found["sums", "speed"] = compiled(rank, mesh)
+    found[RING, "one bucket"] = compiled(rank, mesh, teb.BucketByCap(500))
     return found
 
 
 def test_one_hash_for_all_buckets_orders_and_units():
     """``benchmarks/rank_order.py`` compares more models, caps and meshes."""
-    for rank in run_ranks(digests, 4, timeout_s=400):
+    for rank in on_ranks(digests, world=4, topology=RingTopology(ranks_per_node=1)):
         ring = {tuple(v) for k, v in rank.items() if k[0] == RING}
         sums = {k: v for k, v in rank.items() if k[0] != RING}
         assert len(sums) == 4
@@ -486,31 +484,31 @@ def test_one_hash_for_all_buckets_orders_and_units():
 def over_replicas(rank, *shape):
     """Train on more than two replicas of some shards, and return digests of weights."""
     found = {}
-    with ring_rank(rank, RingTopology(ranks_per_node=shape[1])):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        sharded = (mesh, "hybrid_shard") if shape[1] > 1 else (mesh["replicate"], "replicate")
-        average = teb.fsdp.AllToAllAllReduce(mesh["replicate"].get_group())
-        for name, units in (("twin", BY_MODULE), ("twin, other units", OTHER_UNITS)):
-            model = eager(mesh["shard"], units, True)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_all_reduce_hook(average)
-            found[name] = hashes(rank, model, model)
-        for cap_mb in (0.0025, 25):
-            torch._dynamo.reset()
-            model = teb.data_parallel(Mlp(), *sharded, **BF16)
-            passes = [ReduceScatterFirst()] * (shape[1] > 1)
-            passes += [teb.BucketByCap(cap_mb, kinds=KINDS), teb.FixedOrderReduce()]
-            compiled = torch.compile(model, backend=teb.backend("aot_eager", passes))
-            found[f"{cap_mb} MiB"] = hashes(rank, model, compiled)
-        model = eager(mesh, BY_MODULE, True)
-        found["ring"] = hashes(rank, model, model)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    sharded = (mesh, "hybrid_shard") if shape[1] > 1 else (mesh["replicate"], "replicate")
+    average = teb.fsdp.AllToAllAllReduce(mesh["replicate"].get_group())
+    for name, units in (("twin", BY_MODULE), ("twin, other units", OTHER_UNITS)):
+        model = eager(mesh["shard"], units, True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(average)
+        found[name] = hashes(rank, model, model)
+    for cap_mb in (0.0025, 25):
+        torch._dynamo.reset()
+        model = teb.data_parallel(Mlp(), *sharded, **BF16)
+        passes = [ReduceScatterFirst()] * (shape[1] > 1)
+        passes += [teb.BucketByCap(cap_mb, kinds=KINDS), teb.FixedOrderReduce()]
+        compiled = torch.compile(model, backend=teb.backend("aot_eager", passes))
+        found[f"{cap_mb} MiB"] = hashes(rank, model, compiled)
+    model = eager(mesh, BY_MODULE, True)
+    found["ring"] = hashes(rank, model, model)
     return found
 
 
 @pytest.mark.parametrize("shape", [(3, 1), pytest.param((3, 2), marks=pytest.mark.slow)])
 def test_one_hash_over_more_than_two_replicas(shape):
-    for rank in run_ranks(over_replicas, math.prod(shape), *shape, timeout_s=300):
+    world, topology = math.prod(shape), RingTopology(ranks_per_node=shape[1])
+    for rank in on_ranks(over_replicas, *shape, world=world, topology=topology):
         ring = rank.pop("ring")
         assert rank == dict.fromkeys(rank, rank["twin"])
         assert len(rank) == 4

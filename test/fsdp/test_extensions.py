@@ -42,7 +42,8 @@ class Gathers(teb.GraphPass):
 
 
 UP, SCALE = "blocks.0.up.weight", "blocks.0.scale"
-TWO = {(UP, 4): 2}  # data and scales
+# All-gathers by parameter and number of ranks. UP has data and scales.
+TWO = {(UP, 4): 2}
 ALL = {**TWO, (SCALE, 4): 1}
 AUTO = {"reshard_after_forward": "auto", "memory": teb.PeakMemory(gib=1.0)}
 CASES: dict[str, tuple[Any, int, dict[str, Any] | None, Any, Any]] = {
@@ -86,19 +87,17 @@ def _compared(
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    "names",
-    [
-        ("uneven",),
-        pytest.param(tuple(CASES), marks=pytest.mark.slow),
-    ],
+    ("ranks", "names"),
+    [(2, ("uneven",)), pytest.param(4, tuple(CASES), marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
-def test_weights_are_eagers(names: tuple[str, ...]) -> None:
-    first, *others = run_ranks(_compared, 4, names, timeout_s=600)
+def test_weights_are_eagers(ranks: int, names: tuple[str, ...]) -> None:
+    first, *others = run_ranks(_compared, ranks, names, timeout_s=600)
     assert all(other == first for other in others)
     for name, (compared, gathers) in first.items():
         assert compared == Comparison(True, 2), (name, compared.to_text())
-        assert gathers == list(CASES[name][3:]), name
+        of_all = [{(fqn, n * ranks // 4): k for (fqn, n), k in c.items()} for c in CASES[name][3:]]
+        assert gathers == of_all, name
 
 
 class _Sending(fx.Interpreter):

@@ -224,7 +224,8 @@ def even() -> Any:
 
 
 def uneven() -> Any:
-    return Model(2 * DIM + 2), inputs
+    """Make a model whose hidden rows neither 2 nor 4 ranks can share evenly."""
+    return Model(2 * DIM + 1), inputs
 
 
 def planes() -> Any:

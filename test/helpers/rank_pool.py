@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ext_bucketing.testing.ranks import Rank, _Run
-from torch_ext_bucketing.testing.ring import ring_rank
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
 _pools: dict[int, "_Pool"] = {}
 
@@ -35,9 +35,11 @@ class _Pool:
         self.run = _Run(world, Path(self.folder.name), timeout_s=1.0)
         self.run.start(_serve, (self.tasks,), {})
 
-    def call(self, task: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    def call(
+        self, task: tuple[Any, ...], timeout_s: float, topology: RingTopology | None
+    ) -> list[Any]:
         self.run.timeout_s, self.run.deadline = timeout_s, time.monotonic() + timeout_s
-        data = pickle.dumps(([*sys.path], pickle.dumps(task), timeout_s))
+        data = pickle.dumps(([*sys.path], pickle.dumps(task), timeout_s, topology))
         for path in self.tasks:
             Path(path).write_bytes(data)
         found: dict[int, Any] = {}
@@ -61,7 +63,7 @@ def _serve(rank: Rank, tasks: list[str]) -> None:
 
     number = 0
     while True:
-        path, given, timeout_s = pickle.loads(Path(tasks[rank.rank]).read_bytes())
+        path, given, timeout_s, topology = pickle.loads(Path(tasks[rank.rank]).read_bytes())
         sys.path[:] = path
         function, args = pickle.loads(given)
         number += 1
@@ -70,18 +72,22 @@ def _serve(rank: Rank, tasks: list[str]) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         random.seed(0)
-        with ring_rank(me, caches=True), warnings.catch_warnings():
+        with ring_rank(me, topology, caches=True), warnings.catch_warnings():
             result = function(rank.rank, *args)
         rank.send(result)
 
 
 def on_ranks(
-    function: Callable[..., Any], *args: object, world: int = 2, timeout_s: float = 240
+    function: Callable[..., Any],
+    *args: object,
+    world: int = 2,
+    timeout_s: float = 240,
+    topology: RingTopology | None = None,
 ) -> list[Any]:
     """Do as :func:`torch_ext_bucketing.testing.ring.on_ranks`, on ranks that stay up."""
     pool = _pools[world] = _pools.get(world) or _Pool(world)
     try:
-        return pool.call((function, args), timeout_s)
+        return pool.call((function, args), timeout_s, topology)
     except BaseException:
         _pools.pop(world).end()
         raise

@@ -158,27 +158,23 @@ def _stops(rank, how):
         return None
 
 
-def test_a_rank_that_fails_before_the_optimizer_stops_all_with_the_weights_of_before():
-    found = run_ranks(_stops, 2, "raise", timeout_s=200)
-    for text, candidate, ranks, seconds in found:
-        assert text.startswith("candidate 'no buckets': rank 1 failed before the optimizer's step")
-        assert "ValueError: boom" in text
+FAILED = "rank 1 failed before the optimizer's step"
+
+
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        ("raise", (FAILED, "ValueError: boom")),
+        ("late", ("rank 1 did not come to the step in 2 s",)),
+        pytest.param("compile", (FAILED, "no compiler"), marks=pytest.mark.torch),
+    ],
+)
+def test_a_rank_that_fails_or_is_late_stops_all_with_the_weights_of_before(how, texts):
+    for text, candidate, ranks, seconds in run_ranks(_stops, 2, how, timeout_s=200):
+        assert text.startswith(f"candidate 'no buckets': {texts[0]}")
+        assert texts[-1] in text
         assert (candidate, ranks) == ("no buckets", (1,))
         assert seconds < 30
-
-
-def test_a_late_rank_is_named_on_every_rank():
-    for text, candidate, ranks, _ in run_ranks(_stops, 2, "late", timeout_s=200):
-        assert text == "candidate 'no buckets': rank 1 did not come to the step in 2 s"
-        assert (candidate, ranks) == ("no buckets", (1,))
-
-
-@pytest.mark.torch
-def test_a_candidate_that_does_not_compile_on_one_rank_stops_all():
-    for text, candidate, ranks, _ in run_ranks(_stops, 2, "compile", timeout_s=200):
-        assert "rank 1 failed before the optimizer's step" in text
-        assert "no compiler" in text
-        assert (candidate, ranks) == ("no buckets", (1,))
 
 
 def start_ranks(function, ranks, folder):
