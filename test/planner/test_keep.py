@@ -104,8 +104,9 @@ class Chosen(teb.GraphPass):
 
     stage = "joint"
 
-    def __init__(self, seed, smaller=None, machine=H100):
+    def __init__(self, seed, smaller=None, machine=H100, planner=UNMERGED):
         self.costs = Costs(machine)
+        self.planner = planner
         self.rng = random.Random(seed)
         self.root = seed % 2 == 0
         self.smaller = smaller
@@ -118,7 +119,7 @@ class Chosen(teb.GraphPass):
             units = Units([*(u for u in units if u[0].startswith("blocks")), [""]])
         smaller = None if self.smaller is None else what_fits(parameter_chains(g), self.smaller)
         partitioned = PartitionedModel(
-            g, self.costs, units, UNMERGED, activations=True, smaller=smaller
+            g, self.costs, units, self.planner, activations=True, smaller=smaller
         )
         self.units = partitioned.keepables
         held = [k for k, u in enumerate(self.units) if u.held]
@@ -165,6 +166,25 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
         assert most <= ours.peak_bytes - unread <= (1.01 if chosen.in_part else 1) * most
     # ``HeldUnits`` leaves recomputed nodes where they stand with nothing kept.
     assert chosen.peak >= max(m.liveness.peak(range(len(m))) for m in chosen.models)
+
+
+@pytest.mark.torch
+def test_fused_kernels_read_and_write_the_buffers_of_buckets(fake_world):
+    graphs, machine = Keep(), replace(NO_HOST, fuses=True)
+    names = [["blocks.0"], ["blocks.1"], [""]]
+    chosen = Chosen(0, machine=machine, planner=ByUnit(Units.of(names)))
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # A gradient is cast before it is reduced, and of a block's buffer norms read their weights.
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    model = data_parallel(Transformer(ModelConfig(layers=2)), mesh, **dtypes)
+    b = backend(graphs, [chosen, teb.BucketByUnit(names)], model, agree=False)
+    torch.compile(model, backend=b)(torch.zeros(2, 32, dtype=torch.long)).float().sum().backward()
+    for half, stage in zip(chosen.models, STAGES, strict=True):
+        graph = model_of(graphs[stage].graph, machine)
+        unread = half.liveness.at_start - graph.liveness.at_start
+        ours, theirs = (Timeline.of(m).peak_bytes for m in (half, graph))
+        assert ours - unread == pytest.approx(theirs, rel=0.001)
 
 
 @pytest.mark.torch

@@ -426,11 +426,12 @@ def is_fused(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
-def is_read_once(node: fx.Node) -> bool:
-    """Return whether a node is the only reader's view of a fused kernel's result."""
+def read_once(node: fx.Node) -> fx.Node | None:
+    """Return the result of a fused kernel that a node is the only reader's view of, if any."""
     while len(node.users) == 1 and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return len(node.users) == 1 and is_fused(node) and node.target not in _SCATTERS
+    once = len(node.users) == 1 and is_fused(node) and node.target not in _SCATTERS
+    return node if once else None
 
 
 def is_reduction(node: fx.Node) -> bool:

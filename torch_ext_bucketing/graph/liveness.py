@@ -13,7 +13,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from .._torch.aot import stage_of
 from .._torch.inductor import cublas_workspace_bytes
 from .._torch.without_device import stands_for_cuda
 from .dependencies import Dependencies, Precedence, written_values
-from .fusion import Fused
+from .fusion import Fused, is_fused, is_reduction, read_once
 from .nodes import (
     buffer_bytes,
     is_collective,
@@ -187,6 +187,57 @@ def with_fused(
             more = [instead[s] for s in mine if s in instead]
             touches[i] = tuple(dict.fromkeys((*mine, *more))) if more else mine
     return Storages(size, live.allocates, touches, live.kept, live.at_start, live.of_node)
+
+
+def with_packed(
+    live: Storages,
+    dependencies: Precedence,
+    members: Mapping[int, Sequence[fx.Node]],
+    of_node: Mapping[fx.Node, tuple[int, ...]],
+    kernels: Fused,
+) -> Storages:
+    """Return the storages of :func:`with_fused` where kernels read and write buckets' buffers.
+
+    ``members``: the starts in each bucket, by the place of the bucket's start.
+
+    - An elementwise value that only a bucket reads takes no bytes, and packing reads what its
+      kernel reads::
+
+        mm -> cast -> pack -> RS        mm -> pack (cast) -> RS
+
+    - A gathered value that only fused kernels read is not copied out of the buffer, which stays
+      live for these kernels.
+    """
+    nodes, size, touches = dependencies.nodes, list(live.size), list(live.touches)
+    row = {n: i for i, n in enumerate(nodes)}  # of a gather's wait, its copy out of the buffer
+    instead: dict[int, tuple[int, ...]] = {}  # a value's storage -> the buffer that holds the value
+    written_over = {buffer for buffers in kernels.reused.values() for buffer in buffers}
+    for start, starts in members.items():
+        # Packing has the node of the first member; a single collective packs nothing.
+        pack = next((i for i in dependencies.needs[start] if nodes[i] is starts[0]), -1)
+        for member in starts if pack >= 0 else ():
+            made = read_once(member.all_input_nodes[0])
+            if made in row and made in kernels.reads and not is_reduction(made):
+                for s in of_node[made]:
+                    size[s] = 0
+                touches[pack] = tuple(dict.fromkeys((*touches[pack], *touches[row[made]])))
+            wait = next(iter(member.users))
+            copied = live.allocates[row[wait]] if wait in row else ()
+            if wait not in written_over and _is_read_by_fused(wait):
+                for s in (s for s in copied if s not in live.kept):
+                    size[s], instead[s] = 0, live.allocates[pack][:1]
+    if instead:
+        for i, mine in enumerate(touches):
+            more = [b for s in mine if s in instead for b in instead[s]]
+            touches[i] = tuple(dict.fromkeys((*mine, *more))) if more else mine
+    return replace(live, size=size, touches=touches)
+
+
+def _is_read_by_fused(node: fx.Node) -> bool:
+    """Return whether only fused kernels read a value; views are looked through."""
+    return bool(node.users) and all(
+        _is_read_by_fused(u) if is_view(u) else is_fused(u) for u in node.users
+    )
 
 
 class LiveBytes:

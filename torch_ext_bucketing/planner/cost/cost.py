@@ -23,7 +23,7 @@ from ..._torch.inductor import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.rank_order import SUM, steps_of
 from ...graph.dependencies import written_values
-from ...graph.fusion import Fused, fused, is_fused, is_read_once
+from ...graph.fusion import Fused, fused, is_fused, read_once
 from ...graph.nodes import (
     COLLECTIVES,
     FROM_HOST,
@@ -161,7 +161,7 @@ class Costs:
         """
         values = (value for member in members for value in member.all_input_nodes)
         fuses = self.machine.fuses
-        copied = [self.result_bytes(v) for v in values if not (fuses and is_read_once(v))]
+        copied = [self.result_bytes(v) for v in values if not (fuses and read_once(v))]
         ms = self.copy(sum(copied)) if sum(copied) else 0.0
         return ms, (len(copied) if fuses else min(1, len(copied))) * self.launch()
 

@@ -32,7 +32,7 @@ from ...fsdp.tagging import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.fusion import fused, is_fused
-from ...graph.liveness import Storages, beside_bytes, with_fused
+from ...graph.liveness import Storages, beside_bytes, with_fused, with_packed
 from ...graph.nodes import is_collective, is_number, is_wait, paused_gc, tag_of
 from ...passes.park import could_park
 from ...passes.reshard_to import Smaller
@@ -427,6 +427,7 @@ class _Split:
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
         ms = [ms if view else now.get(n, ms) for n, ms, view in rows]
         live = with_fused(model.liveness, model.dependencies, of_node, kernels)
+        live = with_packed(live, model.dependencies, model.members, of_node, kernels)
         return replace(model, ms=ms, liveness=live)
 
     def forward_model(self) -> Model:

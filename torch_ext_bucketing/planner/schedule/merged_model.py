@@ -12,9 +12,9 @@ A gather bucket stands where its first member stood, after the inputs of the lat
 reduction where its last member stood. Other nodes keep their order as far as dependencies allow.
 Packing reads the members' inputs and writes the buffer. Gathered members are copied out of the
 buffer, reduced members are views of it. Times come from :mod:`.cost`; a fused kernel that computes
-a reduced member writes it into the buffer. Copies out of a gather's buffer are kernels of their own
-even then: of generated code only those fuse that elementwise operators read, such as weights of
-norms. Torch 2.11 packs a gather with one operator, so its times differ a little.
+a reduced member writes it into the buffer, and elementwise operators read a gathered member in the
+buffer (:func:`.with_packed`). Other copies out of a gather's buffer are kernels of their own, and
+all count so in times. Torch 2.11 packs a gather with one operator, so its times differ a little.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch.fx as fx
@@ -31,6 +31,7 @@ import torch.fx as fx
 from ...bucketing.pack import packed_values
 from ...bucketing.plan import Bucket, MergePlan
 from ...graph.analysis import Collective
+from ...graph.liveness import with_packed
 from ...graph.nodes import Kind, group_size
 from ..cost.cost import Costs
 from .model import Model, ModelEdit, Row
@@ -60,7 +61,13 @@ def merged_model(
         in_order = all(m in replaced for m in bucket.members)
         merged.append(_Merged(bucket, starts, [wait_of[s] for s in starts], in_order))
     order = _Sorted(model, merged).order()
-    return None if order is None else _BucketEdit(model, merged, costs, place).model(order)
+    if order is None:
+        return None
+    made, graph = _BucketEdit(model, merged, costs, place).model(order), model.graph
+    if graph.fused is None:
+        return made
+    known = made.dependencies, made.members, graph.liveness.of_node, graph.fused
+    return replace(made, liveness=with_packed(made.liveness, *known))
 
 
 @dataclass
