@@ -24,12 +24,11 @@ from eager_parity.ranks import in_graph_order, wrap_units
 from torch_ext_bucketing.reports.compile import BucketReport
 from torch_ext_bucketing.testing.differences import (
     Payload,
-    RingTopology,
     bucket_payloads,
     fsdp_payloads,
     layout_differences,
-    simulate_reduce_scatter,
 )
+from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
 from torch_ext_bucketing.testing.training import digest
 
 RANKS_PER_NODE = 8

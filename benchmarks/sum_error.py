@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.command import document_of, parser_of, title
 from torch_ext_bucketing.fsdp.rank_order import sum_in_rank_order
 from torch_ext_bucketing.reports.base import columns
-from torch_ext_bucketing.testing.differences import RingTopology, simulate_reduce_scatter
+from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
 
 WAYS = ("bf16 rings", "bf16 wire, fp32 sums in rank order", "rounded once")
 RANKS = (8, 16, 32, 64, 128, 256, 512)

@@ -16,17 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torch_ext_bucketing.testing.differences import (
-    ring_order,
-    simulate_all_reduce,
-    simulate_reduce_scatter,
-)
 from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import (
     RingProcessGroup,
     RingTopology,
-    register_ring_backend,
     ring_rank,
+)
+from torch_ext_bucketing.testing.sums import (
+    ring_order,
+    simulate_all_reduce,
+    simulate_reduce_scatter,
 )
 
 pytestmark = pytest.mark.long
@@ -562,7 +561,6 @@ def _all_checks(rank, topology):
             check(t)
     assert not dist.is_initialized()
     # by name alone, as a launcher would
-    register_ring_backend()
     dist.init_process_group(
         "ring", rank=t.rank, world_size=t.world, init_method=f"file://{rank.store_path}-again"
     )

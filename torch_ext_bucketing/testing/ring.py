@@ -43,8 +43,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.futures import Future
 
-from .differences import RingTopology, make_reduction, ring_sums
 from .ranks import Rank, run_ranks
+from .sums import RingTopology, make_reduction, ring_sums
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def _wait_for_threads() -> None:
 
 
 _BACKEND = "ring"
-_topology: RingTopology | None = None  # the last one passed to register_ring_backend()
+_topology: RingTopology | None = None  # of the last call of init_ring_process_group()
 
 
 class _RingWork(dist.Work):
@@ -349,19 +349,6 @@ def _create(options: dist._DistributedBackendOptions, _: object) -> RingProcessG
     )
 
 
-def register_ring_backend(topology: RingTopology | None = None) -> None:
-    """Register the backend "ring" for ``dist.init_process_group``.
-
-    c10d creates subgroups by the backend's name, so a group takes the topology of the last call
-    that passed one. Without one, all ranks are on one node.
-    """
-    global _topology
-    if topology is not None:
-        _topology = topology
-    if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu"])
-
-
 def init_ring_process_group(
     rank: int,
     world_size: int,
@@ -372,11 +359,14 @@ def init_ring_process_group(
 ) -> None:
     """Call ``dist.init_process_group`` with the ring backend for all groups.
 
-    Without ``topology``, all ranks are on one node, even if another one was registered.
+    c10d creates subgroups by the backend's name, so a group takes the topology of the last call.
+    Without ``topology``, all ranks are on one node.
     """
-    topology = topology or RingTopology(ranks_per_node=world_size)
-    topology.nodes_of(world_size)
-    register_ring_backend(topology)
+    global _topology
+    _topology = topology or RingTopology(ranks_per_node=world_size)
+    _topology.nodes_of(world_size)
+    if _BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu"])
     dist.init_process_group(
         _BACKEND,
         rank=rank,
