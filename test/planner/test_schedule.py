@@ -75,7 +75,6 @@ from torch_ext_bucketing.planner.schedule.policy import (
     Options,
     Overlap,
     PeakMemory,
-    forced_run,
 )
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule, schedule
@@ -526,7 +525,7 @@ def test_of_equal_steps_the_lowest_peak_is_taken_in_the_end():
 def test_no_order_has_shorter_runs_than_are_called_forced(seed: int, size: int):
     gm = backward_graph(1 + seed % 5, 1 + size % 7)
     model = model_of(gm.graph)
-    forced = forced_run(model)
+    forced = model.forced_run
     for limit in (1, 4, 100):
         order = list_schedule(model, Options(max_run=limit))
         assert Timeline.of(model, order).longest_run >= forced

@@ -14,13 +14,13 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..reports.base import aligned, sizes_text
+from ..reports.base import aligned, sizes_text, table
 from ..testing.target import TargetError, add_command, mesh_of, output_file
 
 if TYPE_CHECKING:
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _GIB = 2**30
 _PACKAGE = __package__.partition(".")[0]
-_OVER_THE_STEP = ("parameters", "gradients", "state")
-_OTHERS = ("activations", "gathered", "buckets", "workspace", "host")
+# Those that last over the step, then others.
+_PARTS = (
+    *("parameters", "gradients", "state"),
+    *("activations", "gathered", "buckets", "workspace", "host"),
+)
 
 
 def meshes_of(text: str) -> list[dict[str, int]]:
@@ -76,7 +79,8 @@ def sweep(
                     "complete are in the cache, so the same command goes on from there"
                 ) from error
             how = row["error"] or ("from the cache" if row["cached"] else f"{row['seconds']:.0f} s")
-            print(f"[{done}/{len(meshes)}] {_named(row)}: {how}", file=sys.stderr, flush=True)
+            name = _sizes(row["mesh"])
+            print(f"[{done}/{len(meshes)}] {name}: {how}", file=sys.stderr, flush=True)
     found = [rows[i] for i in range(len(meshes))]
     fits = [row for row in found if row["fits"]]
     for row in found:
@@ -86,31 +90,24 @@ def sweep(
 
 def text_of(rows: Sequence[Row], memory_gib: float | None) -> str:
     """Format the plans as a table, and name the best one."""
-    parts = (*_OVER_THE_STEP, *_OTHERS)
-    head = ("mesh", "step, ms", "tokens/s/GPU", "exposed, ms", "peak, GiB", *parts, "stay", "")
-    lines: list[Sequence[str]] = [head]
-    for row in (r for r in rows if not r["error"]):
-        sizes = [f"{row['peak'][part] / _GIB:.2f}" for part in parts]
-        note = "best" if row["best"] else "" if row["fits"] else "above the bound"
-        lines.append(
-            (
-                _named(row),
-                f"{row['step_ms']:.1f}",
-                f"{row['tokens_per_s_per_gpu']:.0f}",
-                f"{row['exposed_ms']:.1f}",
-                f"{row['peak_bytes'] / _GIB:.2f}",
-                *sizes,
-                row["stay"],
-                note,
-            )
-        )
-    failed = [f"{_named(row)}: {row['error']}" for row in rows if row["error"]]
+    columns: dict[str, Callable[[Row], object]] = {
+        "mesh": lambda row: _sizes(row["mesh"]),
+        "step, ms": lambda row: f"{row['step_ms']:.1f}",
+        "tokens/s/GPU": lambda row: f"{row['tokens_per_s_per_gpu']:.0f}",
+        "exposed, ms": lambda row: f"{row['exposed_ms']:.1f}",
+        "peak, GiB": lambda row: f"{row['peak_bytes'] / _GIB:.2f}",
+        **{part: lambda row, part=part: f"{row['peak'][part] / _GIB:.2f}" for part in _PARTS},  # type: ignore[misc]
+        "stay": lambda row: row["stay"],
+        "": lambda row: "best" if row["best"] else "" if row["fits"] else "above the bound",
+    }
+    lines = table(columns, [row for row in rows if not row["error"]], range(1, len(columns) - 2))
+    failed = [f"{_sizes(row['mesh'])}: {row['error']}" for row in rows if row["error"]]
     about = "parts in GiB at the peak; stay: units gathered, groups of activations saved, parked"
     if memory_gib is not None and not any(row["fits"] for row in rows):
         made = [row["peak_bytes"] for row in rows if not row["error"]]
         least = f"; the least peak is {min(made) / _GIB:.2f} GiB" if made else ""
         about += f"\nno mesh keeps {memory_gib:g} GiB{least}"
-    return "\n".join([*aligned(lines, right=range(1, len(head) - 2)), about, *failed, ""])
+    return "\n".join([*lines, about, *failed, ""])
 
 
 def figures(planned: Explanation) -> Row:
@@ -148,16 +145,6 @@ def figures(planned: Explanation) -> Row:
         "collectives": planned.report.collectives_after,
         **row,
     }
-
-
-def cache_folder() -> Path:
-    """Return the folder of plans, below ``XDG_CACHE_HOME``."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "torch_ext_bucketing" / "explain"
-
-
-def _named(row: Row) -> str:
-    return _sizes(row["mesh"])
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:
@@ -209,35 +196,22 @@ def _row(
 
 def _key(mesh: Mapping[str, int], given: Mapping[str, Any]) -> str:
     """Digest all that a plan depends on: options, versions, and code outside of libraries."""
-    digest = hashlib.sha256(repr((mesh, sorted(given.items()), *_versions())).encode())
-    for part in (_file_of(str(given["target"])), *_own_code()):
-        digest.update(part.read_bytes() if part is not None else b"")
-    return digest.hexdigest()
-
-
-def _versions() -> Iterator[str]:
     from .._source import package_digest, source_digest
 
-    models = ("configured", "target", "training")
-    yield package_digest() + source_digest(*(f"{_PACKAGE}.testing.{name}" for name in models))
-    for name in ("torch", "transformers"):
-        if name in sys.modules:
-            yield f"{name} {sys.modules[name].__version__}"
-
-
-def _file_of(target: str) -> Path | None:
-    path = Path(target.removeprefix("hf:"))
-    path = path / "config.json" if path.is_dir() else path
-    return path if path.is_file() else None
-
-
-def _own_code() -> Iterator[Path]:
-    libraries = tuple(sysconfig.get_paths().values())
+    models = (f"{_PACKAGE}.testing.{name}" for name in ("configured", "target", "training"))
+    there = [sys.modules[name] for name in ("torch", "transformers") if name in sys.modules]
+    versions = [package_digest(), source_digest(*models), *(each.__version__ for each in there)]
+    known = (mesh, sorted(given.items()), versions)
+    digest = hashlib.sha256(repr(known).encode())
+    config = Path(str(given["target"]).removeprefix("hf:"))
+    config = config / "config.json" if config.is_dir() else config
+    folders = tuple(sysconfig.get_paths().values())
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] != _PACKAGE]
-    files = {getattr(module, "__file__", None) for module in modules}
-    for file in sorted(f for f in files if f and f.endswith(".py")):
-        if not file.startswith(libraries) and Path(file).is_file():
-            yield Path(file)
+    code = {str(getattr(module, "__file__", None)) for module in modules}
+    own = sorted(file for file in code if file.endswith(".py") and not file.startswith(folders))
+    for path in filter(Path.is_file, (config, *map(Path, own))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 GPUS = ("h100", "h200", "b200", "gb200", "a100", "mi300x", "cpu")
@@ -329,7 +303,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in _PASSED_ON}
     given |= {"machine": machine, "size_hints": args.size_hint, "on_cpu": args.gpu == "cpu"}
     if args.sweep is not None:
-        folder = None if args.no_cache else cache_folder()
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = None if args.no_cache else home / "torch_ext_bucketing" / "explain"
         given |= {"target": args.target, "reduce": args.reduce}
         del given["mesh"]
         rows = sweep(args.sweep, given, folder, args.html is not None)

@@ -205,14 +205,12 @@ class _Search:
         self.tried: dict[_Name, _Tried] = {}
         self._planner = planner
         self._analysis = analysis = planner.analysis
-        self._policies = options.policies
+        self._options = options
         runs = (policy.max_bucket_run() for policy in options.policies)
         self._max_run = min((run for run in runs if run is not None), default=None)
         self._other_run = _SHORT_RUN if self._max_run is None else None
         self._costs = Costs(options.machine, analysis.hints)
-        self._accumulate = options.accumulate
         self._groups = analysis.groups
-        self._reference_bytes = options.reference_bytes
         self._replaced = {} if options.accumulate is None else analysis.gradient_sums
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._worth = WORTH
@@ -253,8 +251,11 @@ class _Search:
 
     def run(self, ladder: list[float], largest: float, others: Mapping[str, MergePlan]) -> None:
         """Try caps in MiB, ascending, larger ones up to ``largest``, then the plans ``others``."""
-        # The model is small, or the bound is tight.
-        while ladder[0] > _SMALLEST_MB and self._is_far(ladder[0]):
+        # The model is small, or the bound is tight: peaks are far above it whatever the runs.
+        runs = (self._max_run, self._other_run)
+        while ladder[0] > _SMALLEST_MB and all(
+            self._above(self.plan(ladder[0], run)).far for run in runs
+        ):
             ladder.insert(0, ladder[0] / 4)
         for cap in self._best_first(ladder):
             self._try(cap, self._max_run)
@@ -331,7 +332,8 @@ class _Search:
     def _try_between(self, ladder: list[float]) -> None:
         """Try caps between the best ones and their neighbours in ``ladder``."""
         # First for all groups and kinds together, then for each in turn.
-        rungs = sorted({*ladder, *(_between(*pair) for pair in itertools.pairwise(ladder))})
+        between = (math.sqrt(low * high) for low, high in itertools.pairwise(ladder))
+        rungs = sorted({*ladder, *(float(f"{cap:.2g}") for cap in between)})
         for keys in [[*self._best_caps()], *([key] for key in self._best_caps())]:
             for step in (-1, 1):
                 if self._within(_NEAR_BOUND, self.chosen.report.bound_ms):
@@ -396,7 +398,9 @@ class _Search:
         like: Options | None = None,
     ) -> None:
         plan = self.plan(caps, max_run)
-        name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
+        merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
+        keys = dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
+        name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in keys)
         self._try_plan(plan, max_run, name, like)
 
     def _try_plan(
@@ -417,12 +421,6 @@ class _Search:
         if round(report.misses - report.least_misses, 9) > 0:
             return True
         return report.misses > 0 and report.peak_bytes[1] > self._unmerged_bytes
-
-    @property
-    def _least_bytes(self) -> int:
-        """The peak of the best plan, if that misses a bound and none is known to be lower; or 0."""
-        known = self.tried and self.chosen.report.misses and not self._may_miss_less()
-        return self.chosen.report.peak_bytes[1] if known else 0
 
     @cached_property
     def _unmerged_bytes(self) -> int:
@@ -462,17 +460,19 @@ class _Search:
             if round(self._above(plan).least - most, 9) > 0 or model.paths.bound_ms > useful_ms:
                 return None
             del self._models[buckets]
+            # The best plan misses a bound, and none is known to miss it less.
+            least = self.tried and self.chosen.report.misses and not self._may_miss_less()
             # Try all orders: a few would rank plans by how well these few keep the bounds.
             self._known[key] = schedule_within(
                 useful_ms,
                 model,
-                self._policies,
+                self._options.policies,
                 self._reference,
                 final=False,
                 like=like or (self.chosen.sort if self.tried else None),
                 near=like is None,
                 at_most_misses=most,
-                least_bytes=self._least_bytes,
+                least_bytes=self.chosen.report.peak_bytes[1] if least else 0,
             )
         return self._known[key]
 
@@ -480,21 +480,16 @@ class _Search:
         """Compare a plan's peaks with the bound, before it is scheduled."""
         buckets = tuple(b.members for b in plan.buckets)
         if buckets not in self._peaks:
-            bounds = Bounds(self._merged(plan), self._policies, self._reference)
+            bounds = Bounds(self._merged(plan), self._options.policies, self._reference)
             nbytes = bounds.case.given.peak_bytes
             above = bounds.above(nbytes)
             far = above > FAR_ABOVE and nbytes > self._unmerged_bytes
             self._peaks[buckets] = _Above(round(above, 9) if far else 0.0, bounds.least_above)
         return self._peaks[buckets]
 
-    def _is_far(self, cap: float) -> bool:
-        """Return whether a cap's peaks are far above the bound, whatever the compute runs."""
-        runs = (self._max_run, self._other_run)
-        return all(self._above(self.plan(cap, run)).far for run in runs)
-
     @cached_property
     def _reference(self) -> int:
-        given = self._reference_bytes
+        given = self._options.reference_bytes
         return self._analysis.peak_bytes if given is None else given
 
     @cached_property
@@ -509,16 +504,16 @@ class _Search:
         return self._models[members]
 
     def _merge(self, plan: MergePlan) -> Model:
-        rank_order = self._accumulate is not None
-        merged = merged_model(self._model, plan.buckets, self._costs, rank_order)
+        accumulate = self._options.accumulate
+        merged = merged_model(self._model, plan.buckets, self._costs, accumulate is not None)
         if merged is not None:
             return merged
         # Members stand on both sides of a side effect. Merging may move them past it, which a model
         # does not allow: merge a copy of the graph.
         copy, copied = _copied(self._analysis.graph, plan)
         merge_buckets(GraphAnalysis(copy), copied)
-        if self._accumulate is not None:
-            reduce_by_all_to_all(copy, self._accumulate)
+        if accumulate is not None:
+            reduce_by_all_to_all(copy, accumulate)
         external, fuses = self._analysis.external_live_bytes, self._analysis.fuses
         there = GraphAnalysis(copy, self._costs.hints, external_live_bytes=external, fuses=fuses)
         return model_of(there, self._costs)
@@ -529,19 +524,8 @@ def _merged_by(plan: MergePlan) -> int:
     return sum(len(bucket.members) - 1 for bucket in plan.buckets)
 
 
-def _between(cap: float, larger: float) -> float:
-    """Return the geometric mean, rounded to two digits."""
-    return float(f"{math.sqrt(cap * larger):.2g}")
-
-
 def _top(caps: Mapping[tuple[str, str], _Cap]) -> float:
     return max((cap for cap in caps.values() if isinstance(cap, float)), default=0.0)
-
-
-def _keys(plan: MergePlan) -> Iterable[tuple[str, str]]:
-    """Return the groups and kinds that have mergeable collectives."""
-    merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
-    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
 
 
 def _copied(graph: fx.Graph, plan: MergePlan) -> tuple[fx.Graph, MergePlan]:

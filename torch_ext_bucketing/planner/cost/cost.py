@@ -303,9 +303,6 @@ class Costs:
         # (m, k) x (k, n)                  some of the terms: the gradient of the experts
         # (groups, m, k) x (k, columns)    some of the columns
         # (groups, m, k) x (groups, k, n)
-        a, b = (self._shape(arg) for arg in node.args[:2])
+        a, b = (list(map(self.hints, arg.meta["val"].shape)) for arg in node.args[:2])  # type: ignore[union-attr]
         rows = a[:-2] if len(b) == 3 else []
         return 2.0 * math.prod([*rows, *a[-2:], b[-1]])
-
-    def _shape(self, node: Any) -> list[int]:
-        return [self.hints(size) for size in node.meta["val"].shape]

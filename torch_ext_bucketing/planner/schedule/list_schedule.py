@@ -375,7 +375,10 @@ class ListScheduler:
         # Kernels beyond the window, up to ``fill``, run only if no nearer one can begin.
         reach = before[self.head] + max(options.window, options.fill)
         near = before[self.head] + options.window
-        capped = self._run_is_full()
+        # Only nodes that the next reduce-scatter needs may run before it.
+        most = options.max_run if self.reducing else None
+        capped = most is not None and self.run_length + len(self.wanted) >= most
+        self.capped |= capped
         best = fallback = -1
         best_tail, by_tail, best_send, best_busy = -1.0, False, _NOTHING, 0.0
         soonest = (float("inf"), 0.0)
@@ -520,14 +523,6 @@ class ListScheduler:
         return open_nodes
 
     # --- runs between reduce-scatters ------------------------------------------------------------
-
-    def _run_is_full(self) -> bool:
-        """Return whether only nodes that the next reduce-scatter needs may run before it."""
-        most = self.options.max_run
-        if most is None or not self.reducing or self.run_length + len(self.wanted) < most:
-            return False
-        self.capped = True
-        return True
 
     def _want_next_reduction(self) -> None:
         """Find the reduce-scatter that needs the fewest compute nodes, among each group's next."""

@@ -49,6 +49,34 @@ class Model(NodeTable):
         i, s = max(made, key=lambda x: (size[x[1]], -x[0]), default=(-1, -1))
         return (nodes[i].name, size[s]) if i >= 0 else ("", 0)
 
+    @cached_property
+    def largest_collective(self) -> int:
+        """The most bytes that a collective reads and writes."""
+        size = self.liveness.size
+        touched = zip(self.group, self.liveness.touches, strict=True)
+        return max((sum(map(size.__getitem__, mine)) for g, mine in touched if g), default=0)
+
+    @cached_property
+    def forced_run(self) -> int:
+        """A lower bound of the longest compute run in any order."""
+        # The reduce-scatters of one group keep their order. At its k-th, all compute nodes that the
+        # first k need have run, cut into runs by at most k reduce-scatters of the group and all of
+        # the other groups. So one run has at least the quotient.
+        needs, groups = self.dependencies.needs, self.analysis.reductions.values()
+        forced, total = 0, sum(map(len, groups))
+        for starts in groups:
+            seen, compute = set[int](), 0
+            for k, start in enumerate(reversed(starts), 1):
+                stack = [start]
+                while stack:
+                    for j in needs[stack.pop()]:
+                        if j not in seen:
+                            seen.add(j)
+                            compute += self.compute[j]
+                            stack.append(j)
+                forced = max(forced, -(-compute // (k + total - len(starts))))
+        return forced
+
     def least_bytes_at(self, i: int) -> int:
         """Return the bytes that are live while node ``i`` runs, whatever the order."""
         # Allocated by the node or one that it needs, and touched by the node or one that needs it,

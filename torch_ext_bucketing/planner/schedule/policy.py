@@ -29,9 +29,9 @@ for example, bounds the number of collectives in flight::
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.fx as fx
 
@@ -97,9 +97,6 @@ def at_least(bound: int | None, other: int | None) -> bool:
     return bound is None or (other is not None and bound >= other)
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, eq=False)
 class Case:
     """One graph to order, with the timeline of its own order.
@@ -110,14 +107,6 @@ class Case:
     model: Model
     given: Timeline
     reference_bytes: int
-    _facts: dict[Callable[[Model], Any], Any] = field(default_factory=dict, repr=False)
-
-    def fact(self, of: Callable[[Model], T]) -> T:
-        """Compute ``of(model)`` once."""
-        if of not in self._facts:
-            self._facts[of] = of(self.model)
-        fact: T = self._facts[of]
-        return fact
 
 
 class Policy:
@@ -303,7 +292,7 @@ class Overlap(Policy):
 
     def spare_bytes(self, case: Case) -> int:
         """Return the bytes of the collectives in flight, each as large as the largest."""
-        return (self.depth + 1) * case.fact(_largest_collective)
+        return (self.depth + 1) * case.model.largest_collective
 
     def _launch_places(self, model: Model) -> tuple[dict[int, int], list[str]]:
         """Map each gather of :attr:`prefetch_under` to the kernel to launch it before."""
@@ -330,13 +319,6 @@ class Overlap(Policy):
                 else:
                     notes.append(f"prefetch_under: {name} is used before {other} in this graph")
         return places, notes
-
-
-def _largest_collective(model: Model) -> int:
-    """Return the most bytes that a collective reads and writes."""
-    liveness = model.liveness
-    starts = [i for i, group in enumerate(model.group) if group is not None]
-    return max((sum(liveness.size[s] for s in liveness.touches[i]) for i in starts), default=0)
 
 
 def _fqns(starts: Iterable[fx.Node]) -> tuple[str, ...]:
@@ -369,7 +351,7 @@ class MaxComputeRun(Policy):
 
     def ask(self, case: Case, options: Options) -> Options:
         """Bound runs, at no less than dependencies force anyway."""
-        return options.tightened(max_run=max(self.max_consecutive, case.fact(forced_run)))
+        return options.tightened(max_run=max(self.max_consecutive, case.model.forced_run))
 
     def misses(self, case: Case, timeline: Timeline) -> float:
         """Return the longest run's excess over the bound, relative to the bound."""
@@ -377,7 +359,7 @@ class MaxComputeRun(Policy):
 
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
         """Report the bound, the run that dependencies force, and the end of the longest run."""
-        most, forced = self.max_consecutive, case.fact(forced_run)
+        most, forced = self.max_consecutive, case.model.forced_run
         kept = RunReport(repr(self), max_run=most, forced_run=forced)
         if timeline.longest_run <= most:
             return kept
@@ -398,30 +380,6 @@ class MaxComputeRun(Policy):
     def max_bucket_run(self) -> int:
         """Return the bound, so that reduce-scatter buckets force no longer run."""
         return self.max_consecutive
-
-
-def forced_run(model: Model) -> int:
-    """Compute a lower bound of the longest compute run in any order."""
-    # The reduce-scatters of one group keep their order. At its k-th, all compute nodes that the
-    # first k need have run, cut into runs by at most k reduce-scatters of the group and all of the
-    # other groups. So one run has at least the quotient.
-    needs, groups = model.dependencies.needs, model.analysis.reductions
-    total = sum(map(len, groups.values()))
-    forced = 0
-    for starts in groups.values():
-        seen: set[int] = set()
-        compute = 0
-        for k, start in enumerate(reversed(starts), 1):
-            stack = [start]
-            while stack:
-                node = stack.pop()
-                for j in needs[node]:
-                    if j not in seen:
-                        seen.add(j)
-                        compute += model.compute[j]
-                        stack.append(j)
-            forced = max(forced, -(-compute // (k + total - len(starts))))
-    return forced
 
 
 def _check_count(name: str, number: int, least: int = 0) -> None:

@@ -64,7 +64,12 @@ class Streams:
         group = self._group[i]
         if group is not None:
             self.now = now
-            self._launch(i, group)
+            level = self._level.get(group)
+            if level is not None:
+                level.launch(i, group, now, self._ms[i])
+            else:
+                begin = self.begin[i] = max(now, self._free.get(group, 0.0))
+                self.end[i] = self._free[group] = begin + self._ms[i]
             return now
         start = self._start_of[i]
         if start >= 0 and self.end[start] > now:
@@ -72,14 +77,6 @@ class Streams:
         self.begin[i] = now
         self.now = self.end[i] = now = now + self._ms[i]
         return now
-
-    def _launch(self, i: int, group: str) -> None:
-        level = self._level.get(group)
-        if level is not None:
-            level.launch(i, group, self.now, self._ms[i])
-            return
-        begin = self.begin[i] = max(self.now, self._free.get(group, 0.0))
-        self.end[i] = self._free[group] = begin + self._ms[i]
 
     def would_end(self, i: int) -> float:
         """Return the end of collective ``i`` if it launched now and no other one after."""

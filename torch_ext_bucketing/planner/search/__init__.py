@@ -1,1 +1,0 @@
-"""Search byte caps on a model of the merged graph."""
