@@ -34,9 +34,11 @@ def _run(args: argparse.Namespace) -> int:
             print(text, file=sys.stderr, flush=True)
 
     try:
-        mesh = _mesh_sizes(args.mesh)
+        sizes = args.mesh.split("x")
+        if not all(size.isdecimal() and int(size) for size in sizes):
+            raise ValueError(f"--mesh must be sizes such as 8 or 2x4, got {args.mesh!r}")
         _start()
-        machine = measure(mesh, say=say)
+        machine = measure([*map(int, sizes)], say=say)
         if dist.get_rank() == 0:
             machine.save(args.out)
             say(f"written to {Path(args.out).resolve()}")
@@ -46,13 +48,6 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _mesh_sizes(text: str) -> tuple[int, ...]:
-    sizes = text.split("x")
-    if not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(f"--mesh must be sizes such as 8 or 2x4, got {text!r}")
-    return tuple(map(int, sizes))
 
 
 def _start() -> None:

@@ -145,14 +145,10 @@ def _unscale(grads: list[Tensor], inverse: Tensor, optimizer: int) -> Tensor:
     return flag
 
 
-def _any(flags: list[Tensor]) -> Tensor:
-    return torch.stack(flags).amax(0)
-
-
 UNSCALE = operator(
     "unscale_(Tensor(a!)[] grads, Tensor inverse, int optimizer) -> Tensor", _unscale
 )
-ANY = operator("any(Tensor[] found) -> Tensor", _any)
+ANY = operator("any(Tensor[] found) -> Tensor", lambda found: torch.stack(found).amax(0))
 
 
 def inverse_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:

@@ -204,6 +204,15 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str | None:
     return None if differentiable or has_hooks(optimizer) else RULES.get(type(optimizer))
 
 
+def no_rule(names: str, after: str) -> str:
+    """Return a warning of optimizers without a rule; ``after`` names the updater."""
+    return (
+        f"{names} has no rule for updates in a graph (its class is not one of "
+        f"{', '.join(cls.__name__ for cls in RULES)}, or it has hooks, is differentiable, or has a "
+        f"step() of its own): {after}"
+    )
+
+
 def state_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, names: Sequence[str]
 ) -> tuple[list[Tensor], bool]:

@@ -19,7 +19,7 @@ from ..passes.base import Extension, GraphPass
 from ..planner.step_memory import check_parameters
 from ..recipes import recipe
 from .norm import Norm
-from .rules import RULES, rule_of
+from .rules import no_rule, rule_of
 from .update import Epilogue, groups_of
 
 Loss = Callable[..., torch.Tensor]
@@ -65,13 +65,9 @@ class TrainStep:
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
         for optimizer in optimizers:
             if rule_of(optimizer) is None:
+                after = "its step() runs after the planned part, with all its gradients in memory"
                 warnings.warn(
-                    f"{type(optimizer).__name__} has no rule for updates in a graph (its class is "
-                    f"not one of {', '.join(cls.__name__ for cls in RULES)}, or it has hooks, or "
-                    "is differentiable): its step() runs after the planned part, with all its "
-                    "gradients in memory",
-                    EagerOptimizerWarning,
-                    stacklevel=3,
+                    no_rule(type(optimizer).__name__, after), EagerOptimizerWarning, stacklevel=3
                 )
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -94,14 +90,10 @@ class TrainStep:
         ran = next((e for e in epilogues if e.ran), epilogues[-1])
         ran.finish()
         self.total_norm = ran.total_norm
-        updated = {p.fqn for p in ran.updated}
-        torch.autograd.graph.increment_version([p.parameter for p in ran.updated])
-        for (fqn, p), gradient in zip(trained, gradients, strict=True):
-            if fqn in updated:
-                p.grad = None
-            elif gradient is not None and fqn not in ran.accumulated:
-                p.grad = gradient if p.grad is None else p.grad + gradient
         planned = {p.parameter for p in ran.updated}
+        for (fqn, p), gradient in zip(trained, gradients, strict=True):
+            if gradient is not None and p not in planned and fqn not in ran.accumulated:
+                p.grad = gradient if p.grad is None else p.grad + gradient
         for optimizer in self.optimizers:
             mine = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
             if any(p.grad is not None for p in mine):
@@ -258,7 +250,8 @@ def train_step(
 
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.Tensor]) -> None:
     """Check one optimizer, and add its parameters to the ``taken`` ones."""
-    if _needs_closure(optimizer):
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
         raise ValueError(
             f"{type(optimizer).__name__}.step() evaluates the model by a closure, which can't be "
             "planned: take its steps eagerly"
@@ -276,8 +269,3 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.
             f"optimizer, too: {format_names(twice)}. Give each to one"
         )
     taken.update(mine.values())
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty

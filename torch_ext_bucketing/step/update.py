@@ -205,7 +205,11 @@ class Epilogue:
         return flag is not None and bool(flag.item())
 
     def finish(self) -> None:
-        """Forget new state of optimizers that did not update; call it after each run."""
+        """Drop used gradients, and new state of optimizers that did not update, after each run."""
+        updated = [p.parameter for p in self.updated]
+        torch.autograd.graph.increment_version(updated)
+        for parameter in updated:
+            parameter.grad = None
         new = {self.trained[fqn].optimizer for fqn in self._new}
         skipped = {o for o in new if o is not None and self.skips(o)}
         self._new = {fqn for fqn in self._new if self.trained[fqn].optimizer in skipped}

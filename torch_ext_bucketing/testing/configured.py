@@ -55,13 +55,21 @@ def configured(
     )
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
-        _check_heads(mesh["tp"].size(), heads)
+        size = mesh["tp"].size()
+        if undivided := next((f"{n} {part}" for part, n in heads.items() if n % size), None):
+            raise TargetError(f"--mesh: tp={size} does not divide the model's {undivided}")
         _tensor_parallel(model, mesh["tp"], plan)
     data = mesh["replicate", "fsdp"] if "replicate" in names else mesh["fsdp"]
     _data_parallel(model, data)
     tokens = torch.zeros((batch, sequence or min(most, 8192)), dtype=torch.long)
     if name in LLAMA3:
-        return model, (tokens,), _next_token
+        return (
+            model,
+            (tokens,),
+            lambda logits, inputs: F.cross_entropy(
+                logits.flatten(0, 1).float(), inputs[0].flatten()
+            ),
+        )
     return model, {"input_ids": tokens, "labels": tokens}, lambda output, inputs: output.loss
 
 
@@ -83,10 +91,6 @@ def _llama(name: str, sequence: int) -> tuple[nn.Module, Mapping[str, str], Mapp
     plan["output"] = "colwise_gather_output"
     heads_of = {"heads": heads, "kv_heads": config.kv_heads}
     return Transformer(config, plain=True), plan, heads_of, config.max_seq
-
-
-def _next_token(logits: torch.Tensor, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), inputs[0].flatten())
 
 
 def _of_transformers(
@@ -113,12 +117,6 @@ def _of_transformers(
     parts = ("num_attention_heads", "num_key_value_heads")
     heads = {part: n for part in parts if (n := getattr(config, part, None))}
     return model, getattr(model, "tp_plan", {}), heads, config.max_position_embeddings
-
-
-def _check_heads(size: int, heads: Mapping[str, int]) -> None:
-    for part, number in heads.items():
-        if number % size:
-            raise TargetError(f"--mesh: tp={size} does not divide the model's {number} {part}")
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:

@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.fx as fx
 import torch.nn as nn
 from torchtitan.components.optimizer import OptimizersContainer
@@ -44,7 +43,7 @@ from ..planner.schedule.policy import PeakMemory
 from ..planner.step_memory import check_bound, state_bytes
 from ..recipes import recipe
 from ..step.norm import Norm
-from ..step.rules import RULES, rule_of
+from ..step.rules import no_rule, rule_of
 from ..step.update import Epilogue
 from .torchtitan_pipeline import PIPELINE, REPLACED, BucketedStages
 
@@ -68,13 +67,8 @@ def check_trainer(trainer: Any) -> bool:
     if type(steps).step is not OptimizersContainer.step:
         unknown.append(type(steps).__name__)
     if unknown:
-        warnings.warn(
-            f"{', '.join(unknown)} has no rule for updates in a graph (its class is not one of "
-            f"{', '.join(cls.__name__ for cls in RULES)}, or it has hooks, or a step() of its "
-            "own): torchtitan clips and updates after the graph",
-            EagerOptimizerWarning,
-            stacklevel=2,
-        )
+        after = "torchtitan clips and updates after the graph"
+        warnings.warn(no_rule(", ".join(unknown), after), EagerOptimizerWarning, stacklevel=2)
     return not unknown
 
 
@@ -135,10 +129,6 @@ class StepInGraph:
         self.trainer.checkpointer.maybe_wait_for_staging()
         outputs = self._update(*inputs, *self.epilogue.values())
         self.epilogue.finish()
-        updated = [p.parameter for p in self.epilogue.updated]
-        torch.autograd.graph.increment_version(updated)
-        for parameter in updated:
-            parameter.grad = None
         self.traced.output_subclass_layouts = self.other_layouts
         return *outputs[: self.others], *(None,) * self.gradients
 

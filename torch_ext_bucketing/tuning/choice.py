@@ -401,21 +401,17 @@ def choice_key(
 def load(key: str) -> TuneReport | None:
     """Read a record; None without a readable one."""
     try:
-        text = Path(cache_dir(), _name(key)).read_text(encoding="utf-8")
+        text = Path(cache_dir(), file_of(key)).read_text(encoding="utf-8")
         report = TuneReport.from_dict(json.loads(text))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # So that it travels on. The folder may be read-only here.
-    keep_json(_name(key), report.as_dict(), is_written=True)
+    keep_json(file_of(key), report.as_dict(), is_written=True)
     return report
 
 
-def save(key: str, report: TuneReport) -> None:
-    """Write a record, also to the artifacts of ``torch.compiler.save_cache_artifacts``."""
-    keep_json(_name(key), report.as_dict())
-
-
-def _name(key: str) -> str:
+def file_of(key: str) -> str:
+    """Return a record's path in the folder of Inductor's caches."""
     return f"torch_ext_bucketing/choices/{key}.json"
 
 

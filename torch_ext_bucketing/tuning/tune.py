@@ -33,7 +33,7 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch.dynamo import Compiler, compile_variant
+from .._torch.dynamo import Compiler, compile_variant, keep_json
 from ..errors import BoundNotKeptWarning, TuningError, check_argument
 from ..passes.backends import BucketingBackend
 from ..passes.base import last_of
@@ -239,7 +239,7 @@ class Tuner:
         report = TuneReport(best.name, tuple(reports), steps, size, self._bound, bits, factors)
         self._keep(report)
         if self._key:
-            choice.save(self._key, report)
+            keep_json(choice.file_of(self._key), report.as_dict())
         if not best.fits:
             warnings.warn(
                 f"no candidate keeps the bound of {self._bound} bytes; {best.name!r} needs least, "
