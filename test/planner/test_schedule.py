@@ -1110,6 +1110,28 @@ def test_a_bound_out_of_reach_loses_no_order(seed, monkeypatch):
         assert found[0] <= found[1]
 
 
+def test_an_order_by_longest_paths_may_keep_a_bound_alone():
+    """The head's gradient comes first in the graph, and makes each order in its sequence peak."""
+    b = Trainer()
+    x, saved = b.matrix(), []
+    for _ in range(8):
+        x = b.mm(x, b.matrix())
+        saved.append(x)
+    logits = b.mm(x, b.shaped((DIM, 4 * DIM)))
+    gradient = b.mm(x, logits)
+    x = b.mm(logits, b.shaped((4 * DIM, DIM)))
+    for one in reversed(saved):
+        x = b.mm(x, one)
+    graph = b.finish([x, gradient]).graph
+    model, peak = model_of(graph, machine(0.3)), GraphAnalysis(graph).peak_bytes
+    least = model.liveness.peak(plain_schedule(model))
+    assert least < 0.92 * peak
+    report = schedule_model(model, [Overlap(), PeakMemory(ratio=0.92)], peak).report
+    assert (report.misses, report.peak_bytes[1]) == (0.0, least)
+    report = schedule_model(model, [Overlap(), PeakMemory(ratio=0.8)], peak).report
+    assert report.peak_bytes[1] == least
+
+
 def test_the_least_peak_of_one_plan_is_known_to_the_next(passes, monkeypatch):
     """An order of one sort alone shows no least peak: plans would be tried for a lower one."""
     monkeypatch.setattr(Model, "least_bytes_at", lambda self, i: 0)

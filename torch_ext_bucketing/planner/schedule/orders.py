@@ -158,9 +158,9 @@ class _Orders:
         self._model, self._bounds, self._at_most_ms = model, bounds, at_most_ms
         self._quick, self._final, self._bound_ms = quick, final, model.paths.bound_ms
         given = bounds.case.given
-        self._least = _LeastPeak(given, bounds.limit_bytes, least_bytes)
+        self._least = _LeastPeak(model, given, bounds.limit_bytes, least_bytes)
         if not quick:  # the few orders of a quick search are worth making, and show it then
-            self._least.prove(model)
+            self._least.prove()
         self._wanted = [c for p in bounds.policies for c in p.candidates(bounds.case, quick)]
         self._passes = list[tuple[ListScheduler, Timeline | None]]()
         self.tries = [_Try(_GIVEN, given, bounds.misses)]
@@ -384,22 +384,23 @@ class _LeastPeak:
     The bound is out of reach where any order has the peak of the graph's at the same node
     (:meth:`.Model.least_bytes_at`), or where the peak of three orders is of one size and at one
     node: in the graph's order, in one with overtaking, and in one without, whose gathers are at
-    their use.
+    their use. All three take kernels in the order of the graph where they can, so the order by
+    longest paths may not have a lower peak either.
 
     ``nbytes`` is the peak, 0 while orders with lower ones may be found; ``misses`` is its excess
     over the bound, relative to the bound.
     """
 
-    def __init__(self, given: Timeline, bound: int, known: int = 0) -> None:
-        self._bound, self._given = bound, given
+    def __init__(self, model: Model, given: Timeline, bound: int, known: int = 0) -> None:
+        self._model, self._bound, self._given = model, bound, given
         self._shown = set[bool]()
         self.nbytes, self.misses = 0, 0.0
         if bound < known <= given.peak_bytes:
             self._set(known)
 
-    def prove(self, model: Model) -> None:
+    def prove(self) -> None:
         """Check whether any order has the peak of the graph's."""
-        missed = self._bound < self._given.peak_bytes
+        model, missed = self._model, self._bound < self._given.peak_bytes
         if missed and len(model) and self._given.peak_bytes == model.least_bytes_at(self._at):
             self._set(self._given.peak_bytes)
 
@@ -409,11 +410,18 @@ class _LeastPeak:
         if self._bound < made.peak_bytes == given.peak_bytes and made.peak_at == self._at:
             lean = not (options.window or options.depth)
             self._shown.update({lean} if lean or options.window else ())
-        if len(self._shown) == 2 and not self.nbytes:
-            self._set(self._given.peak_bytes)
+        if len(self._shown) == 2 and not self.nbytes and self._plain_bytes >= given.peak_bytes:
+            self._set(given.peak_bytes)
 
     def _set(self, nbytes: int) -> None:
         self.nbytes, self.misses = nbytes, (nbytes - self._bound) / max(1, self._bound)
+
+    @cached_property
+    def _plain_bytes(self) -> int:
+        """The peak of the order by longest paths."""
+        order = plain_schedule(self._model)
+        assert order is not None
+        return self._model.liveness.peak(order)
 
     @cached_property
     def _at(self) -> int:
