@@ -192,8 +192,12 @@ class _Run:
         # connection.
         died = self.processes[silent[0]]
         died.join(timeout=1.0)
-        how = f"{_exit_text(died.exitcode)}{self._log_text(silent[0])}"
-        raise RankError(f"rank {silent[0]} died: {how}")
+        code, how = died.exitcode, f"exit code {died.exitcode}"
+        if code is None:
+            how = "it closed its pipe and did not exit"
+        elif code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        raise RankError(f"rank {silent[0]} died: {how}{self._log_text(silent[0])}")
 
     def _timeout(self, running: list[int]) -> RanksTimedOut:
         for rank in running:
@@ -290,14 +294,6 @@ def _start_watcher() -> None:
     select.select([caller.sentinel], [], [])
     os.killpg(group, signal.SIGKILL)
     os._exit(0)
-
-
-def _exit_text(code: int | None) -> str:
-    if code is None:
-        return "it closed its pipe and did not exit"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 def _context() -> BaseContext:

@@ -229,7 +229,8 @@ class Machine:
         check_argument("fuses", self.fuses, bool | None)
         for name in ("flops", "factors", "collectives", "host_ms"):
             check_argument(name, getattr(self, name), Mapping)
-        for name, rate in {**self.flops, "other_flops": self.other_flops}.items():
+        rates = {"other_flops": self.other_flops, "bandwidth": self.bandwidth}
+        for name, rate in {**rates, "host_bandwidth": self.host_bandwidth, **self.flops}.items():
             check_rate(name, rate)
         for kind, factor in self.factors.items():
             if (kind != "kernel" and kind not in COLLECTIVES) or not is_time(factor) or not factor:
@@ -243,12 +244,9 @@ class Machine:
                     f"host_ms[{kind!r}]: a key is 'kernel', 'generated' or a kind of collective"
                 )
             check_time(f"host_ms[{kind!r}]", ms)
-        check_rate("bandwidth", self.bandwidth)
-        check_rate("host_bandwidth", self.host_bandwidth)
         check_time("kernel_ms", self.kernel_ms)
-        for name, level in (("intra", self.intra), ("inter", self.inter)):
-            if level is not None and not isinstance(level, Level):
-                raise TypeError(f"{name} must be a Level, got {level!r}")
+        check_argument("intra", self.intra, Level | None)
+        check_argument("inter", self.inter, Level | None)
         n = self.ranks_per_node
         if n is not None and not _is_count(n):
             raise ValueError(f"ranks_per_node must be a whole number of at least 1, got {n!r}")
@@ -332,8 +330,9 @@ class Machine:
         document = {"format": _FORMAT, **vars(self), "flops": dict(self.flops)}
         document["factors"], document["host_ms"] = dict(self.factors), dict(self.host_ms)
         del document["estimate"]
-        for name, level in (("intra", self.intra), ("inter", self.inter)):
-            document[name] = None if level is None else list(vars(level).values())
+        for name in ("intra", "inter"):
+            level = getattr(self, name)
+            document[name] = level and list(vars(level).values())
         document["collectives"] = [
             [*key, [list(point) for point in series]] for key, series in self.collectives.items()
         ]
@@ -348,11 +347,10 @@ class Machine:
             if fields.pop("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT}")
             for name in ("intra", "inter"):
-                level = fields[name]
-                if level is not None:
+                if fields[name] is not None:
                     # Files from before protocols have no third entry: they keep their latency.
-                    bandwidth, latency_ms, *protocols = level
-                    given = tuple(Protocol(*p) for p in (protocols[0] if protocols else ()))
+                    bandwidth, latency_ms, *more = fields[name]
+                    given = tuple(Protocol(*p) for protocols in more for p in protocols)
                     fields[name] = Level(bandwidth, latency_ms, given)
             fields["collectives"] = {
                 (kind, group if isinstance(group, int) else tuple(group)): tuple(map(tuple, series))

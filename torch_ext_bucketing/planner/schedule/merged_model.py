@@ -176,13 +176,19 @@ class _BucketEdit:
 
     def model(self, order: Iterable[int]) -> Model:
         for m in self._merged:
-            if m.kind != "all_gather":
-                self._share_buffer(m)
+            if m.kind != "all_gather":  # the results of all members are parts of one storage
+                buffer = self._storage_of(results := self._results(m))
+                self._instead.update(dict.fromkeys(results, buffer))
+                if not self._edit.kept.keys().isdisjoint(results):
+                    self._edit.kept[buffer] = None
         for item in order:
             if item >= 0:
                 self._keep(item)
-            else:
-                self._add_bucket(self._merged[~item])
+                continue
+            m = self._merged[~item]
+            inputs = tuple(dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i))))
+            add = self._add_gather if m.kind == "all_gather" else self._add_reduction
+            self._edit.members[add(m, inputs)] = m.bucket.members
         return self._edit.model()
 
     def _merged_casts(self) -> dict[int, tuple[int, ...]]:
@@ -206,14 +212,6 @@ class _BucketEdit:
     def _read_by(self, i: int) -> tuple[int, ...]:
         liveness = self._old.liveness
         return tuple(s for s in liveness.touches[i] if s not in liveness.allocates[i])
-
-    def _share_buffer(self, m: _Merged) -> None:
-        """Make the results of all members parts of one storage."""
-        buffer = self._storage_of(results := self._results(m))
-        for s in results:
-            self._instead[s] = buffer
-            if s in self._edit.kept:
-                self._edit.kept[buffer] = None
 
     def _results(self, m: _Merged) -> list[int]:
         return [s for i in m.starts for s in self._old.liveness.allocates[i]]
@@ -253,11 +251,6 @@ class _BucketEdit:
         live = self._old.liveness
         reads_it = pack < 0 or not set(live.allocates[start]).isdisjoint(live.touches[i])
         return self._edit.at[j] if reads_it else pack
-
-    def _add_bucket(self, m: _Merged) -> None:
-        inputs = tuple(dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i))))
-        add = self._add_gather if m.kind == "all_gather" else self._add_reduction
-        self._edit.members[add(m, inputs)] = m.bucket.members
 
     def _add_gather(self, m: _Merged, inputs: tuple[int, ...]) -> int:
         """Add a bucket of gathers and return its start's place."""
