@@ -15,8 +15,9 @@ from sharded_models import Keep
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.bucketing.contraction import Bucket, MergePlan, checked_plan
 from torch_ext_bucketing.bucketing.pack import apply_plan
-from torch_ext_bucketing.bucketing.plan import Bucket, ByCap, MergePlan, checked_plan
+from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.planner.cap_search import BySearch

@@ -1,6 +1,8 @@
-"""Check which collectives can merge, on the graph contracted by the buckets planned so far.
+"""Merge collectives of any planner's plan without a cycle.
 
-Two buckets whose members are independent can form a cycle together::
+A :class:`MergePlan` has the buckets of a graph. Planners make it by :func:`merge_groups`, or bucket
+by bucket on a :class:`Contraction`: the graph contracted by the buckets planned so far. Two buckets
+whose members are independent can form a cycle together::
 
     a1 --> b1        {a1, a2} and {b1, b2} are independent each,
                      but as buckets A and B:   A --> B --> A
@@ -20,16 +22,147 @@ what their casts read; a start with a write between its cast and itself stays al
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..graph.analysis import GraphAnalysis
+from ..graph.analysis import Collective, GraphAnalysis
+from ..graph.edits import Snapshot
+from ..graph.nodes import Kind
+from ..reports.base import LeftAlone, LeftCause
+from ..reports.compile import ClosedBy, NotMerged
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Starts, in graph order, to merge into one collective."""
+
+    kind: Kind
+    unit: int | None  # index of the unit; None for a bucket by size
+    members: tuple[fx.Node, ...]
+    # The reason that kept the next candidate out; ``"end"``: no candidate was left.
+    closed_by: ClosedBy = "end"
+    detail: str = ""  # the candidate and the reason, for reports
+    # Bytes of all members that count against ``cap_bytes``; None without a cap.
+    wire_bytes: int | None = None
+    cap_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class MergePlan(NotMerged):
+    """The buckets of one graph, by their first members; each has at least two members."""
+
+    buckets: tuple[Bucket, ...] = ()
+
+
+class BucketPlanner(Protocol):
+    """Plan the buckets of a graph.
+
+    Most planners group collectives and call :func:`merge_groups`. A planner is a frozen dataclass:
+    cache keys are made of its fields, and reports show its ``repr``.
+    """
+
+    def plan(self, analysis: GraphAnalysis) -> MergePlan:
+        """Plan a graph without changing it.
+
+        All ranks must get the same plan: it must not depend on hash order, ids, time or the rank.
+        """
+
+
+def merge_groups(
+    analysis: GraphAnalysis, groups: Iterable[tuple[int | None, Sequence[Collective]]]
+) -> MergePlan:
+    """Merge each group into as few buckets as dependencies allow.
+
+    A group is a unit's index, or None, and collectives of one bucket key in graph order. A member
+    that would close a cycle goes into a further bucket of its group.
+    """
+    contracted = Contraction(analysis)
+    buckets, splits, left = list[Bucket](), list[str](), list[LeftAlone]()
+    # One contraction for all groups: several buckets may form a cycle that no single one shows.
+    for unit, candidates in groups:
+        first, rest = candidates[0], list(candidates)
+        # A group of one has nothing to merge, and is not reported.
+        while rest and len(candidates) > 1:
+            members, rest, detail = _fill(contracted, rest)
+            if members[0] is not first:
+                splits += [
+                    f"{c.start.name} depends on the bucket of {first.start.name} or is needed by "
+                    "it, and goes into a further bucket"
+                    for c in members
+                ]
+            if len(members) > 1:
+                closed_by: ClosedBy = "dependency" if rest else "end"
+                starts = tuple(c.start for c in members)
+                buckets.append(Bucket(first.kind, unit, starts, closed_by, detail))
+            else:
+                why = "nothing can be merged with it without a cycle"
+                left.append(left_alone(members[0], why))
+    buckets.sort(key=lambda b: contracted.position(b.members[0]))
+    return MergePlan(tuple(buckets), ineligible=tuple(left), splits=tuple(splits))
+
+
+def _fill(
+    contracted: Contraction, candidates: list[Collective]
+) -> tuple[list[Collective], list[Collective], str]:
+    """Fill the first candidate's bucket; return its members, the rest, and the first reason."""
+    contracted.open(candidates[0].start)
+    members, rest, detail = [candidates[0]], [], ""
+    for c in candidates[1:]:
+        if contracted.try_add(c.start):
+            members.append(c)
+        else:
+            rest.append(c)
+            detail = detail or contracted.why(c.start)
+    contracted.close()
+    return members, rest, detail
+
+
+def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
+    """Plan a graph with a user's planner, and check that the plan can be applied.
+
+    A ``RuntimeError`` chains the planner's failure, change of the graph or communication. A
+    ``ValueError`` names a member that can't be in its bucket.
+    """
+    try:
+        with reading_only(analysis.graph, planner=planner.plan):
+            plan = planner.plan(analysis)
+    except Exception as error:
+        raise RuntimeError(f"the planner {planner!r} failed") from error
+    contracted, free = Contraction(analysis), dict(analysis.collectives)  # not in a bucket yet
+    # The buckets are built again one member after the other, so that the error names a member.
+    for bucket in plan.buckets:
+        first = free.get(bucket.members[0])
+        for member in bucket.members:
+            c = free.pop(member, None)
+            if c is None or first is None:
+                why = "it is not a collective of the graph, or is in another bucket"
+            elif c.why_not or c.key != first.key:
+                why = c.why_not or f"its bucket key is not that of {first.start.name}"
+            elif c is first:
+                contracted.open(member)
+                continue
+            elif contracted.try_add(member):
+                continue
+            else:
+                why = contracted.why(member)
+            raise ValueError(f"{planner!r} can't put {member.name} into a bucket: {why}")
+        contracted.close()
+    return plan
+
+
+def left_alone(c: Collective, reason: str, cause: LeftCause = LeftCause.OTHER) -> LeftAlone:
+    """Record that a collective is not in any bucket."""
+    return LeftAlone(c.fqns, reason, c.start.name, cause=cause)
 
 
 @dataclass(slots=True, eq=False)
@@ -218,3 +351,51 @@ def merged_cast(start: fx.Node) -> fx.Node | None:
     source = cast.args[0]
     assert isinstance(source, fx.Node)
     return cast if source.meta["val"].device == cast.meta["val"].device else None
+
+
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+
+
+class _NoCollectives(TorchDispatchMode):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in _NAMESPACES:
+            raise RuntimeError(
+                f"{self._what} called the collective {func}, which waits for ranks that may not be "
+                "compiling this graph: communicate before compiling"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
+    """Call hooks in the block that may read ``graph`` and write metadata, but nothing else.
+
+    Of ``hooks``, by name, those that are not callable are ignored. A ``RuntimeError`` names a hook
+    that called a collective or changed the graph, which is restored.
+    """
+    what = " or ".join(name for name, hook in hooks.items() if callable(hook))
+    if not what:
+        yield
+        return
+    snapshot = Snapshot(graph)
+    failed: Exception | None = None
+    # A hook that changes the graph and then fails is reported for the change: that is the cause.
+    try:
+        with _NoCollectives(what):
+            yield
+    except Exception as error:
+        failed = error
+    difference = snapshot.difference()
+    if difference:
+        snapshot.restore()
+        raise RuntimeError(
+            f"{what} changed the graph ({difference}); it may only read it. The graph was restored"
+        ) from failed
+    if failed is not None:
+        raise failed

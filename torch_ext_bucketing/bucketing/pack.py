@@ -50,11 +50,10 @@ from .._torch.aot import fake_mode_of, fake_tensor, mark_backward
 from .._torch.inductor import sort_topologically
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
 from ..graph.analysis import Collective, GraphAnalysis
-from ..graph.edits import evaluate, reading_only, unchanged_on_error
+from ..graph.edits import evaluate, unchanged_on_error
 from ..graph.nodes import Kind, group_name, group_size, kind_of, paused_gc, set_member_tags
 from ..reports.compile import GRAPH_ORDER, NO_KEY, BucketReport, GraphReport, PayloadMember, emit
-from .contraction import merged_cast
-from .plan import Bucket, MergePlan
+from .contraction import Bucket, MergePlan, merged_cast, reading_only
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

@@ -1,4 +1,4 @@
-"""Insert calls with their fake values, and restore a graph that an error or a hook changed."""
+"""Insert calls with their fake values, and restore a graph that was changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
@@ -128,51 +127,3 @@ def unchanged_on_error(graph: fx.Graph) -> Iterator[None]:
     except BaseException:
         snapshot.restore()
         raise
-
-
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
-
-
-class _NoCollectives(TorchDispatchMode):
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._what = what
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace in _NAMESPACES:
-            raise RuntimeError(
-                f"{self._what} called the collective {func}, which waits for ranks that may not be "
-                "compiling this graph: communicate before compiling"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
-    """Call hooks in the block that may read ``graph`` and write metadata, but nothing else.
-
-    Of ``hooks``, by name, those that are not callable are ignored. A ``RuntimeError`` names a hook
-    that called a collective or changed the graph, which is restored.
-    """
-    what = " or ".join(name for name, hook in hooks.items() if callable(hook))
-    if not what:
-        yield
-        return
-    snapshot = Snapshot(graph)
-    failed: Exception | None = None
-    # A hook that changes the graph and then fails is reported for the change: that is the cause.
-    try:
-        with _NoCollectives(what):
-            yield
-    except Exception as error:
-        failed = error
-    difference = snapshot.difference()
-    if difference:
-        snapshot.restore()
-        raise RuntimeError(
-            f"{what} changed the graph ({difference}); it may only read it. The graph was restored"
-        ) from failed
-    if failed is not None:
-        raise failed

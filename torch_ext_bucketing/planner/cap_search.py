@@ -39,11 +39,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.fx as fx
 
+from ..bucketing.contraction import BucketPlanner, MergePlan, checked_plan, reading_only
 from ..bucketing.pack import merge_buckets
-from ..bucketing.plan import BucketPlanner, ByCap, CapPlanner, MergePlan, check_cap, checked_plan
+from ..bucketing.plan import ByCap, CapPlanner, check_cap
 from ..errors import BoundNotKeptWarning
 from ..graph.analysis import GraphAnalysis
-from ..graph.edits import reading_only
 from ..graph.nodes import group_name, paused_gc
 from ..passes.bucketing import reduce_by_all_to_all
 from ..reports.planner import CapsReport, ScheduleReport, TriedCaps

@@ -27,7 +27,8 @@ from typing import Any
 import torch.fx as fx
 
 from ..._torch import aot as _aot
-from ...bucketing.plan import BucketPlanner, ByUnit, checked_plan
+from ...bucketing.contraction import BucketPlanner, checked_plan
+from ...bucketing.plan import ByUnit
 from ...fsdp.tagging import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
