@@ -27,7 +27,7 @@ _MEMBERS_KEY = "bucketing_member_tags"
 _HOME_KEY = "bucketing_home_group"
 _REPLACES_KEY = "bucketing_replaces"
 _UPDATES_KEY = "bucketing_updates"
-_OPTIMIZER_KEY = "bucketing_optimizer"
+OPTIMIZER = "bucketing_optimizer"  # noted on nodes of the norm, clipping and updates
 _BUFFERS_KEY = "bucketing_buffer_bytes"
 _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
 
@@ -86,16 +86,6 @@ def buffer_bytes(node: fx.Node) -> int:
 def updates_of(node: fx.Node) -> tuple[str, ...]:
     """List the parameters that a node updates."""
     return noted(node, _UPDATES_KEY) or ()
-
-
-def mark_optimizer(node: fx.Node) -> None:
-    """Mark a node of the norm, clipping or updates, whose time is the optimizer's."""
-    note(node, _OPTIMIZER_KEY, True)
-
-
-def is_optimizer(node: fx.Node) -> bool:
-    """Return whether :func:`mark_optimizer` marked a node."""
-    return noted(node, _OPTIMIZER_KEY) is not None
 
 
 def mark_replaced(start: fx.Node) -> None:

@@ -33,7 +33,7 @@ import torch.nn as nn
 from .._torch.aot import BufferAOTInput, ParamAOTInput, mark_backward
 from .._torch.fsdp2 import largest_shard_bytes, largest_shard_numel, shard_of
 from ..fqns import parameter_names
-from ..graph.nodes import buffer_bytes, is_wait, mark_optimizer, set_updates, updates_of
+from ..graph.nodes import OPTIMIZER, buffer_bytes, is_wait, note, set_updates, updates_of
 from ..graph.sizes import Work, set_work
 from ..passes.base import Choice
 from ..reports.compile import Owners, StepReport
@@ -300,7 +300,7 @@ class _Appending:
         self.output.args = fx.map_arg(self.output.args, lambda n: dropped.get(n, n))
         mark_backward(self.made)
         for node in self.made:
-            mark_optimizer(node)
+            note(node, OPTIMIZER, True)
         return self.inputs
 
     def _gradients(self) -> dict[Trained, fx.Node]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...fsdp.rank_order import SUM
-from ...graph.nodes import is_optimizer
+from ...graph.nodes import OPTIMIZER, noted
 from ..cost.cost import Costs
 from .analysis import NodeTable
 from .model import Model
@@ -217,7 +217,7 @@ def rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | N
 
 def optimizer_ms(model: Model, order: Sequence[int]) -> tuple[float, float, float] | None:
     """Compute :attr:`.ScheduleReport.optimizer_ms`."""
-    mine = [i for i, node in enumerate(model.dependencies.nodes) if is_optimizer(node)]
+    mine = [i for i, node in enumerate(model.dependencies.nodes) if noted(node, OPTIMIZER)]
     if not mine:
         return None
     ms, host = list(model.ms), list(model.host)
