@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -33,6 +33,11 @@ _CUDNN_FIRST = ("H100", "H200", "B200")
 """Parts of names of GPUs of compute capability 9.0 and 10.0, where torch tries cuDNN first."""
 
 _aten = torch.ops.aten
+
+_Given: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool
+]
+"""Query, key, value, mask, probability of dropout, and whether attention is causal."""
 
 
 def stands_for_cuda() -> bool:
@@ -147,9 +152,10 @@ def _attention_of(gpu: str) -> Iterator[None]:
         order = [SDPBackend(n) for n in torch._C._get_sdp_priority_order()]
         if first is not None and [int(b) for b in order] == default:
             order = [first, *(b for b in order if b != first)]
+        given = (q, k, v, attn_mask, dropout_p, is_causal)
         for kernel in order:
-            if _takes(kernel, q, k, v, attn_mask, dropout_p, is_causal):
-                return _call(kernel, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if _takes(kernel, given):
+                return _call(kernel, given, scale, enable_gqa)
         raise RuntimeError(f"no attention kernel that is switched on takes these inputs on {gpu}")
 
     # Compiles make torch remember which kernel the operator has.
@@ -165,15 +171,8 @@ def _attention_of(gpu: str) -> Iterator[None]:
 
 # The rules for dense inputs are those of torch's aten/src/ATen/native/transformers/cuda/
 # sdp_utils.cpp on Ampere and later (cuDNN 9.11 and later), and on ROCm but for wider heads.
-def _takes(
-    kernel: SDPBackend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-) -> bool:
+def _takes(kernel: SDPBackend, given: _Given) -> bool:
+    q, k, v, mask, dropout, causal = given
     enabled = {
         SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
         SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
@@ -200,17 +199,8 @@ def _takes(
     return half and fits and whole and not torch.are_deterministic_algorithms_enabled()
 
 
-def _call(
-    kernel: SDPBackend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
+def _call(kernel: SDPBackend, given: _Given, scale: float | None, enable_gqa: bool) -> torch.Tensor:
+    q, k, v, mask, dropout, causal = given
     out: torch.Tensor
     if kernel == SDPBackend.MATH:
         attend = _aten._scaled_dot_product_attention_math
