@@ -185,14 +185,8 @@ class BucketByCap(GraphPass):
         check_payload_order(self.payload_order)
         cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
         self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds), groups=check_groups(self.groups))
-        self._set(
-            planner=ByCap(
-                cap_mb,
-                kinds=self.kinds,
-                eligible=self.eligible,
-                groups=self.groups,
-            )
-        )
+        planner = ByCap(cap_mb, kinds=self.kinds, eligible=self.eligible, groups=self.groups)
+        self._set(planner=planner)
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
