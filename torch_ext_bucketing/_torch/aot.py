@@ -228,33 +228,30 @@ class Halves:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        self.forward: dict[fx.Node, None] = {}
+        nodes = self._nodes = list(graph.nodes)
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        late = dict.fromkeys(filter(is_tangent, inputs))
+        if any(map(from_forward, nodes)):
+            given = dict.fromkeys(n for n in inputs if n not in late)
+            last = max(i for i, n in enumerate(nodes) if n in given or from_forward(n))
+            self.forward = {n: None for n in nodes[: last + 1] if n not in late}
+        else:
+            for node in nodes:
+                if any(n in late for n in node.all_input_nodes):
+                    late[node] = None
+            self.forward = {n: None for n in nodes if n not in late and n.op != "output"}
         self.recomputed: dict[fx.Node, None] = {}
-        late: dict[fx.Node, None] = {}  # tangents, and nodes that need one
-        pending: list[fx.Node] = []  # nodes since the last mark: forward's if another one follows
-        for node in graph.nodes:
-            is_input = node.op == "placeholder"
-            if (is_input and is_tangent(node)) or any(n in late for n in node.all_input_nodes):
-                late[node] = None
-            if not is_input or node not in late:
-                pending.append(node)
-            if from_forward(node) or (is_input and node not in late):
-                self.forward.update(dict.fromkeys(pending))
-                pending.clear()
-            if must_recompute(node):
-                region = node.meta.get("ac_graph_id")
-                later = [u.meta.get("ac_graph_id") for u in node.users if must_recompute(u)]
-                if region is None or not any(r is not None and region < r for r in later):
-                    self.recomputed[node] = None
-        if not any(map(from_forward, graph.nodes)):
-            self.forward = {n: None for n in graph.nodes if n not in late and n.op != "output"}
+        for node in filter(must_recompute, nodes):
+            region = node.meta.get("ac_graph_id")
+            later = [u.meta.get("ac_graph_id") for u in node.users if must_recompute(u)]
+            if region is None or not any(r is not None and region < r for r in later):
+                self.recomputed[node] = None
 
     def read_in_backward(self, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
         """Return the nodes whose results backward reads, if it recomputes ``repeated``, too."""
         again = dict.fromkeys(repeated)
         read: dict[fx.Node, None] = {}
-        for node in reversed(self._graph.nodes):
+        for node in reversed(self._nodes):
             for user in node.users:
                 repeats = user in again or must_recompute(user)
                 if user.op != "output" and (user not in self.forward or (user in read and repeats)):
