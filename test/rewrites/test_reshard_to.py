@@ -124,9 +124,7 @@ def test_a_graph_that_it_can_do_nothing_for_stays(fake_world):
     gm = joint.trace(lambda w, tangents: tangents @ joint.gather("w", w), *[torch.ones(2, 8)] * 2)
     before = listing(gm)
     other = dist.new_group([0, 1, 2]).group_name
-    with pytest.raises(
-        ValueError, match=r"ranks 0, 1, 2 do not divide the group of ranks 0, 1, 2, 3"
-    ):
+    with pytest.raises(ValueError, match=r"ranks 0-2 do not divide the group of ranks 0-3"):
         reshard_to(
             gm.graph,
             parameter_chains(gm.graph),
@@ -252,7 +250,7 @@ def test_shards_of_other_groups(fake_world):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("nodes", "inside", "tp"))
     data = mesh["nodes", "inside"]._flatten("data")
     with pytest.raises(
-        Exception, match=r"to= does not fit the groups .*ranks 0, 1 .* of ranks 0, 2, 4, 6"
+        Exception, match=r"to= does not fit the groups .*ranks 0-1 .* of ranks 0, 2, 4, 6"
     ):
         compiled([teb.ReshardAfterForward(2)], sharded(data))
     torch._dynamo.reset()

@@ -58,6 +58,7 @@ from ..graph.nodes import (
 from ..graph.values import erase_unused
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
+from ..runtime.launches import ranks_text
 
 # A copy, so that the whole can be freed. Inductor would remove a clone of a slice as redundant.
 _slice_copy = torch.ops.aten.slice_copy.Tensor
@@ -203,14 +204,9 @@ def _misfit(group: str, smaller: SmallerGroup) -> str:
     if set(smaller.ranks) <= set(ranks) and len(ranks) % len(smaller.ranks) == 0:
         return ""
     return (
-        f"ranks {_short(smaller.ranks)} do not divide the group of ranks {_short(ranks)} that it "
-        "is sharded over"
+        f"{ranks_text(smaller.ranks)} do not divide the group of {ranks_text(ranks)} that it is "
+        "sharded over"
     )
-
-
-def _short(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown
 
 
 def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
