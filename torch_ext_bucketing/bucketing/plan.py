@@ -329,16 +329,16 @@ def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
     (``is_fsdp_reduce_scatter_wait``), and an all-reduce if such a gather is on its group
     (``bucket_fsdp_all_reduce``).
     """
-    # One walk each way; torch walks once per collective.
+    # One walk each way; torch walks once per collective. A contraction refuses unsorted graphs.
     nodes = analysis.nodes
     sources: dict[fx.Node, list[fx.Node]] = {}  # placeholders that lead to a node, two at most
     for node in nodes:
-        above = dict.fromkeys(s for arg in node.all_input_nodes for s in sources[arg])
+        above = dict.fromkeys(s for arg in node.all_input_nodes for s in sources.get(arg, ()))
         sources[node] = [node] if node.op == "placeholder" else list(above)[:2]
     only_outputs: dict[fx.Node, bool] = {}
     for node in reversed(nodes):
         only_outputs[node] = all(
-            user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs[user])
+            user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs.get(user))
             for user in node.users
         )
     all_gathers = (c for c in analysis.collectives.values() if c.kind == "all_gather")
