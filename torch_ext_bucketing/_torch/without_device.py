@@ -55,11 +55,7 @@ def fake_tensors(gpu: str | None) -> Iterator[None]:
         gpu: the name of a GPU, for its attention operator; None: the CPU's operators.
     """
     with private_torch():
-        from torch._subclasses.fake_tensor import (
-            FakeTensor,
-            FakeTensorMode,
-            unset_fake_temporarily,
-        )
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
     def real(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -43,14 +43,7 @@ from ..errors import GuessedNamesWarning, NoUuidError, check_argument
 from ..fqns import format_names
 from ..fsdp.shard import attach
 from ..fsdp.tagging import gradients_of, named_inputs
-from ..graph.nodes import (
-    host_stream,
-    is_collective,
-    is_compute,
-    is_number,
-    is_view,
-    launched_by,
-)
+from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..runtime import agreement
