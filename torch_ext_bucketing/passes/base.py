@@ -218,7 +218,7 @@ class GraphPass(CustomGraphPass):
 
     stage: ClassVar[Stage]
     requires: ClassVar[frozenset[str]] = frozenset()
-    """Facts that must hold before the pass runs."""
+    """Facts that must hold before the pass runs. :data:`TAGS` always do."""
     conflicts_with: ClassVar[frozenset[str]] = frozenset()
     """Facts that the pass may invalidate: passes that provide them come later in a list."""
     reads_baseline: ClassVar[bool] = False

@@ -40,7 +40,7 @@ from ..fsdp.units import Units
 from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.edits import unchanged_on_error
 from ..graph.nodes import FSDP_KINDS, Kind, argument, check_kinds, mark_replaced
-from .base import BUCKETS, ORDER, RANK_ORDER, TAGS, Compilation, GraphPass
+from .base import BUCKETS, ORDER, RANK_ORDER, Compilation, GraphPass
 from .checks import DividedUnits
 from .watch import RunWatch, watch_for_shards
 
@@ -117,7 +117,6 @@ class BucketByUnit(GraphPass):
     """
 
     stage = "forward_backward"
-    requires = frozenset({TAGS})
     conflicts_with = frozenset({RANK_ORDER, ORDER})
     provides = frozenset({BUCKETS})
     units: Units | Iterable[Sequence[str]]
@@ -170,7 +169,6 @@ class BucketByCap(GraphPass):
     """
 
     stage = "forward_backward"
-    requires = frozenset({TAGS})
     conflicts_with = frozenset({RANK_ORDER, ORDER})
     provides = frozenset({BUCKETS})
     cap_mb: CapMb = None
@@ -218,7 +216,6 @@ class FixedOrderReduce(GraphPass):
     """
 
     stage = "forward_backward"
-    requires = frozenset({TAGS})
     conflicts_with = frozenset({ORDER})
     provides = frozenset({RANK_ORDER})
     option = "reduce"

@@ -50,7 +50,7 @@ from ..graph.values import (
 )
 from ..reports.base import LeftAlone, LeftCause, size_text
 from ..reports.compile import RewriteReport
-from .base import TAGS, Compilation, GraphPass
+from .base import Compilation, GraphPass
 
 _aten = torch.ops.aten
 
@@ -103,7 +103,6 @@ class CombineUses(GraphPass):
     """
 
     stage = "joint"
-    requires = frozenset({TAGS})
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         compilation.report.rewrites.append(combine_uses(graph))

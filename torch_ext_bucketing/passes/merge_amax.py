@@ -26,7 +26,7 @@ from ..graph.edits import ancestors, unchanged_on_error
 from ..graph.nodes import bucket_key, kind_of, reduce_op, tag_of
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
-from .base import TAGS, Compilation, GraphPass
+from .base import Compilation, GraphPass
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class MergeAmax(GraphPass):
     """
 
     stage = "joint"
-    requires = frozenset({TAGS})
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         # Only maxima that gathers of parameters wait for: others may be the model's own.

@@ -39,7 +39,7 @@ from ..fsdp.tagging import parameter_chains
 from ..graph.nodes import TO_HOST, host_stream, is_host_wait, is_view, nbytes_of, pinned_bytes
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import PARKED, TAGS, Compilation, GraphPass
+from .base import PARKED, Compilation, GraphPass
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,6 @@ class Park(GraphPass):
     """
 
     stage = "joint"
-    requires = frozenset({TAGS})
     provides = frozenset({PARKED})
     modules: Iterable[str]
 

@@ -101,7 +101,6 @@ class MatchFSDP2(GraphPass):
     """
 
     stage = "joint"
-    requires = frozenset({TAGS})
     model: InitVar[nn.Module | None] = None
     units: Iterable[str | Sequence[str]] | None = None
     add_by_unit: tuple[AddByUnit, ...] = field(init=False, default=())

@@ -30,7 +30,7 @@ from ..graph.nodes import group_name, kind_of, nbytes_of, only_wait, reduce_op, 
 from ..graph.values import SCALES, Cut, cuts_before, is_move, outside_reader, positions
 from ..reports.base import LeftAlone, size_text
 from ..reports.compile import RewriteReport
-from .base import TAGS, Compilation, GraphPass
+from .base import Compilation, GraphPass
 
 _c10d = torch.ops._c10d_functional
 
@@ -75,7 +75,6 @@ class ReduceScatterFirst(GraphPass):
     """
 
     stage = "joint"
-    requires = frozenset({TAGS})
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         compilation.report.rewrites.append(reduce_scatter_first(graph))

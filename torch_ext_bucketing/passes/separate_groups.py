@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.process_groups import new_groups
 from ..errors import check_argument
 from ..graph.nodes import FSDP_KINDS, Kind, check_kinds, group_name, kind_of, set_group_name, tag_of
-from .base import BUCKETS, ORDER, TAGS, Compilation, GraphPass
+from .base import BUCKETS, ORDER, Compilation, GraphPass
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,7 +41,6 @@ class SeparateGroups(GraphPass):
     """
 
     stage = "forward_backward"
-    requires = frozenset({TAGS})
     conflicts_with = frozenset({BUCKETS, ORDER})
     mesh: DeviceMesh
     kinds: Collection[Kind] = FSDP_KINDS[1:]

@@ -18,7 +18,7 @@ from ..fsdp.units import Units
 from ..graph.nodes import Tag, tag_of
 from ..graph.sizes import SizeHints
 from ..passes import park
-from ..passes.base import PARKED, REGATHERS, TAGS, Choice, Compilation, GraphPass, Stage, last_of
+from ..passes.base import PARKED, REGATHERS, Choice, Compilation, GraphPass, Stage, last_of
 from ..passes.bucketing import BucketByCap, BucketByUnit, FixedOrderReduce
 from ..passes.cache_key import digest
 from ..passes.reshard_to import (
@@ -100,7 +100,6 @@ class ReshardAfterForward(GraphPass):
     """
 
     stage: ClassVar[Stage] = "joint"
-    requires = frozenset({TAGS})
     reshard_after_forward: bool | int | Literal["auto"] = True
     _: KW_ONLY
     keep: Iterable[str] = ()

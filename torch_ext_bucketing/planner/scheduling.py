@@ -37,7 +37,7 @@ from ..graph.nodes import (
     paused_gc,
 )
 from ..graph.sizes import GivenHints, SizeHints
-from ..passes.base import BUCKETS, ORDER, RANK_ORDER, TAGS, Compilation, GraphPass, Stage
+from ..passes.base import BUCKETS, ORDER, RANK_ORDER, Compilation, GraphPass, Stage
 from ..passes.bucketing import FixedOrderReduce
 from ..passes.cache_key import brief
 from ..passes.watch import watch_for_shards
@@ -310,7 +310,6 @@ class BucketAndSchedule(Schedule):
             that into account.
     """
 
-    requires = frozenset({TAGS})
     conflicts_with = frozenset({RANK_ORDER, ORDER})
     _: KW_ONLY
     caps_mb: Sequence[float] | None = None
