@@ -26,13 +26,10 @@ pytestmark = pytest.mark.long
 
 Case = dict[str, Any]
 
-MODELS: dict[str, Case] = {
-    "equal": {"build": models.sound},
-    "Dynamo": {"build": partial(models.of_kind, "branch")},
-    "decompositions": {"build": partial(models.of_kind, "decomposed")},
-}
-# Causes outside torch.
+# The test of the command has a model without a fault.
+DYNAMO: dict[str, Case] = {"Dynamo": {"build": partial(models.of_kind, "branch")}}
 FAULTS: dict[str, Case] = {
+    "decompositions": {"build": partial(models.of_kind, "decomposed")},
     "nondeterminism": {"build": models.randomly},
     "activations": {
         "build": partial(models.of_kind, "crossing"),
@@ -69,7 +66,7 @@ HYBRID: dict[str, Case] = {
     },
 }
 GROUPS = {
-    "models": (2, MODELS),
+    "dynamo": (2, DYNAMO),
     "faults": (2, FAULTS),
     "orders": (4, ORDERS),
     "hybrid": (4, HYBRID),
@@ -106,7 +103,7 @@ FOUND = {
 @pytest.mark.parametrize(
     ("group", "name"),
     [
-        *(pytest.param("models", name, marks=pytest.mark.torch) for name in MODELS),
+        pytest.param("dynamo", "Dynamo", marks=pytest.mark.torch),
         *(pytest.param("faults", name, marks=pytest.mark.slow) for name in FAULTS),
         *(pytest.param("hybrid", name, marks=pytest.mark.slow) for name in HYBRID),
         *(pytest.param("orders", name, marks=pytest.mark.slow) for name in ORDERS),
