@@ -1,6 +1,5 @@
 """Compare ring arithmetic with element-by-element references, and ranks with the arithmetic."""
 
-import functools
 import subprocess
 import sys
 from datetime import timedelta
@@ -9,12 +8,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import (
@@ -448,15 +445,6 @@ def check_compiled(t):
         run_functional(t, partial(torch.compile, backend=backend, fullgraph=True))
 
 
-def check_dtensor_redistribute(t):
-    n = t.world
-    x = inputs_of(n, (n * 3, 50), torch.bfloat16)
-    mesh = init_device_mesh("cpu", (n,))
-    partial = DTensor.from_local(x[t.rank], mesh, [Partial()], run_check=False)
-    assert same_bits(partial.redistribute(placements=[Shard(0)]).to_local(), t.rs(x))
-    assert same_bits(partial.redistribute(placements=[Replicate()]).to_local(), t.ar(x))
-
-
 def mesh_2d(t):
     per_node = t.topology.ranks_per_node
     return init_device_mesh(
@@ -484,71 +472,6 @@ def check_sub_groups_of_a_mesh(t):
     ranks = dist.get_process_group_ranks(group)
     assert same_bits(y, t.ar([x[r] for r in ranks], group=ranks))
     dist.destroy_process_group(group)
-
-
-def small_model():
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
-
-
-def batch_of(rank):
-    return torch.randn(8, 24, generator=torch.Generator().manual_seed(100 + rank))
-
-
-def check_eager_fsdp2(t):
-    """Check FSDP, and HSDP, which reduces over each node's shards first, then between nodes."""
-    one, two = init_device_mesh("cpu", (t.world,)), mesh_2d(t)
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for mesh, *dtypes in (
-        (one, fp32, fp32),
-        (one, bf16, fp32),
-        (one, bf16, bf16),
-        (two, fp32, fp32),
-    ):
-        model = small_model()
-        policy = MixedPrecisionPolicy(*dtypes)
-        for module in (*model, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        model(batch_of(t.rank)).float().square().sum().backward()
-        shard, replicas = [list(range(t.world))], [t.rank]
-        if mesh is two:
-            node = dist.get_process_group_ranks(mesh.get_group("shard"))
-            replicas = dist.get_process_group_ranks(mesh.get_group("replicate"))
-            shard = [[r - t.rank + other for other in node] for r in replicas]
-        for i, layer in enumerate(model):
-            shards = []
-            for ranks in shard:
-                grads = [unsharded_gradients(i, r, *dtypes) for r in ranks]
-                n = len(ranks)
-                payloads = [torch._chunk_cat(g, dim=0, num_chunks=n).view(-1) for g in grads]
-                found = simulate_reduce_scatter(payloads, t.topology, ranks, AVG)
-                shards.append(found[shard[replicas.index(t.rank)].index(t.rank)])
-            want = t.ar(shards, AVG, group=replicas)
-            got = torch.cat([p.grad.to_local().reshape(-1) for p in layer.parameters()])
-            # eager FSDP2 drops the padding rows of uneven shards; 24 divides by 2 and 4
-            assert same_bits(got, want.float()), (mesh, dtypes, i)
-
-
-@functools.cache
-def unsharded_gradients(layer, rank, param, reduce):
-    """Compute a layer's unsharded gradients for the batch of any rank."""
-    model = small_model().to(param)
-    model(batch_of(rank).to(param)).float().square().sum().backward()
-    return [p.grad.to(reduce) for p in model[layer].parameters()]
-
-
-def check_ddp(t):
-    torch.manual_seed(0)
-    model = nn.Linear(24, 24, bias=False)
-    grads = []
-    for r in range(t.world):
-        model.zero_grad()
-        model(batch_of(r)).square().sum().backward()
-        grads.append(model.weight.grad.clone() / t.world)
-    model.zero_grad()
-    ddp = nn.parallel.DistributedDataParallel(model)  # one parameter, so one bucket
-    ddp(batch_of(t.rank)).square().sum().backward()
-    assert same_bits(model.weight.grad, t.ar(grads))
 
 
 CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
