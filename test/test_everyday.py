@@ -1,4 +1,7 @@
-"""Everyday uses of a training step give the bits of eager FSDP2."""
+"""Everyday uses of a training step: what they change, and what is warned of.
+
+``parity.py --rows 'everyday/*'`` compares their bits with eager FSDP2's.
+"""
 
 import copy
 import warnings
@@ -12,9 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from benchmarks.parity import run_rows
-from benchmarks.parity_results import combine
-from eager_parity.rows import ROWS
 from torch_ext_bucketing._torch import inductor
 from torch_ext_bucketing.errors import DividedUnitWarning, NotBucketedWarning
 from torch_ext_bucketing.fsdp import shard as simple_fsdp
@@ -25,53 +25,8 @@ from torch_ext_bucketing.passes.bucketing import BucketByUnit
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward
 from torch_ext_bucketing.recipes import recipe
-from torch_ext_bucketing.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.long
-
-STEPS = 3
-
-
-ROW = {row.case: row for row in ROWS if row.case}
-CHEAP = ("regional", "graph_break_in_a_unit", "resume_on_fewer_ranks", "two_models")
-"""Cases that are fast enough for tests; ``parity.py --rows 'everyday/*'`` runs all."""
-
-
-@pytest.fixture(scope="module")
-def reports():
-    """Run the cases on four ranks; return the reports of all ranks by case."""
-    found = {name: {} for name in CHEAP}
-
-    def keep(rank, report):
-        found[report.row.case][rank] = report
-
-    rows = [ROW[name] for name in CHEAP]
-    run_ranks(run_rows, 4, rows, STEPS, timeout_s=600, on_message=keep)
-    return {name: [by_rank[r] for r in range(4)] for name, by_rank in found.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHEAP)
-def test_equals_eager_fsdp2(reports, name):
-    """Rows that list a reason to differ are controls: they must differ."""
-    result = combine(reports[name], STEPS)
-    assert result.problems == [], result.error
-
-
-@pytest.mark.slow
-def test_ranks_that_are_not_resumed_on_take_no_part(reports):
-    texts = [set(r.digests["fsdp_order"][2:]) for r in reports["resume_on_fewer_ranks"]]
-    assert [t == {"not taking part"} for t in texts] == [False, False, True, True]
-
-
-@pytest.mark.slow
-def test_a_difference_is_found(reports):
-    assert combine(reports["regional"], STEPS).steps_equal == STEPS
-    result = combine(reports["graph_break_in_a_unit"], STEPS)
-    result.row = ROW["regional"]
-    assert result.steps_equal < STEPS
-    assert result.problems == [f"weights equal after {result.steps_equal} of {STEPS} steps only"]
-
 
 def sharded(model):
     return data_parallel(model, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))

@@ -109,60 +109,39 @@ def test_a_row_without_its_packages_is_left_out_and_says_so(monkeypatch, capsys)
 
 # --- real ranks ----------------------------------------------------------------------------------
 
-FIELDS = [
-    "model",
-    "nodes",
-    "ranks",
-    "backend",
-    "mode",
-    "dtype",
-    "steps_equal",
-    "control_first_different_step",
-    "layout_differences",
-    "cause",
-    "experiment",
-]
+REUSED = ("uneven", "twice", "tied_chunked", "block_twice", "checkpointed")
+"""Models that use parameters more than once, one of them where its loss is computed in chunks;
+``test_compare`` has their bits without the rewrites."""
+EVERYDAY = ("regional", "graph_break_in_a_unit", "resume_on_fewer_ranks", "two_models")
+"""Cases that are fast enough for tests. In the second bits differ, for its reason."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "only", ["uneven/2x2/aot_eager/fsdp/bf16", "uneven/2x2/inductor/fsdp/bf16"]
+    ("options", "number"),
+    [
+        (["--only", "uneven/2x2/inductor/fsdp/bf16"], 1),
+        (["--models", ",".join(REUSED), "--only", "*/2x2/aot_eager/fsdp*/bf16"], 6),
+        (["--rows", ",".join(f"everyday/{case}" for case in EVERYDAY)], 4),
+    ],
+    ids=["inductor", "reused", "everyday"],
 )
-def test_cells_on_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str):
-    path = tmp_path / "cells.json"
-    options = ["--only", only, "--steps", "3", "--json", str(path), "--timeout", "240"]
-    status = parity.main(options)
+def test_rows_on_real_ranks(tmp_path: Path, capsys, options: list[str], number: int):
+    path = tmp_path / "rows.json"
+    status = parity.main([*options, "--steps", "3", "--json", str(path), "--timeout", "400"])
     printed = capsys.readouterr()
     assert status == 0, printed.out + printed.err
-    (cell,) = json.loads(path.read_text())
-    assert cell["torch"] == torch.__version__
-    assert [name for name in FIELDS if name not in cell] == []
-    assert cell["layout_differences"] == []
-    assert cell["control_first_different_step"] == 1
-    equal = cell["experiment"].get("aten_kernels_steps_equal", cell["steps_equal"])
-    assert equal == 3
-    assert "1 of 1 rows pass" in printed.out
-
-
-REUSED = ("uneven", "twice", "tied_chunked", "block_twice", "checkpointed")
-"""Models that use parameters more than once, one of them where its loss is computed in chunks;
-``test_compare`` has their bits without the rewrites."""
-
-
-@pytest.mark.slow
-def test_ways_to_use_a_parameter_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "cells.json"
-    options = ["--models", ",".join(REUSED), "--only", "*/2x2/aot_eager/fsdp*/bf16"]
-    status = parity.main([*options, "--steps", "3", "--json", str(path)])
-    printed = capsys.readouterr()
-    assert status == 0, printed.out + printed.err
-    found = json.loads(path.read_text())
-    assert {cell["model"] for cell in found} == {*REUSED}
-    assert [cell["chunks"] for cell in found if cell["model"] == "uneven"] == [1, 4]
-    for cell in found:
-        assert cell["steps_equal"] == 3
-        assert cell["control_first_different_step"] == 1
-        assert cell["layout_differences"] == []
+    rows = json.loads(path.read_text())
+    assert len(rows) == number
+    assert f"{number} of {number} rows pass" in printed.out
+    for row in rows:
+        assert row["torch"] == torch.__version__
+        assert row["layout_differences"] == []
+        if row["case"]:
+            assert (row["steps_equal"] == 3) == (row["case"] != "graph_break_in_a_unit")
+        else:
+            assert row["experiment"].get("aten_kernels_steps_equal", row["steps_equal"]) == 3
+            assert row["control_first_different_step"] == 1
 
 
 @pytest.mark.slow
