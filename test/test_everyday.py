@@ -28,6 +28,7 @@ from torch_ext_bucketing.recipes import recipe
 
 pytestmark = pytest.mark.long
 
+
 def sharded(model):
     return data_parallel(model, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
 
