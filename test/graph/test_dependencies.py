@@ -91,11 +91,13 @@ def test_a_write_stays_after_the_wait_of_the_tensors_reader():
     )
     early_write = b.write(q, p)
     late_wait = b.call(torch.ops._c10d_functional.wait_tensor.default, (late,), 16, torch.float32)
-    b.finish([part, late_wait])
+    after = b.add(q, q)
+    b.finish([part, late_wait, after])
     dependencies = GraphAnalysis(b.graph).dependencies
     assert {wait, wait.all_input_nodes[0]} <= needed(dependencies, write)
     assert late in needed(dependencies, early_write)
     assert late_wait not in needed(dependencies, early_write)
+    assert early_write in needed(dependencies, after)
     model = model_of(b.graph)
     at = dependencies.index
     assert not model.needs_end(at[late], at[early_write])

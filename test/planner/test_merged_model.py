@@ -1,7 +1,6 @@
 """Compare the model of a plan with the model of the merged graph."""
 
 import copy
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,7 @@ from random_graphs import (
 )
 
 from torch_ext_bucketing.bucketing.pack import merge_buckets
-from torch_ext_bucketing.bucketing.plan import Bucket, ByCap, MergePlan
+from torch_ext_bucketing.bucketing.plan import ByCap, MergePlan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.liveness import LiveBytes
 from torch_ext_bucketing.graph.nodes import kind_of, tag_of
@@ -192,41 +191,6 @@ def test_a_bucket_is_found_by_the_parameters_of_all_its_members(traced):
     late, early = (tag_of(b.members[-1]).fqns[0] for b in (plan.buckets[-1], plan.buckets[0]))
     overlap = Overlap(prefetch_under={late: early})
     assert schedule_model(model, overlap, None, quick=True)[0].notes == ()
-
-
-def test_a_cycle_is_no_model():
-    b = Builder(share=False)
-    p, q = b.leaf(WORLD * 8, torch.float32), b.leaf(WORLD * 8, torch.float32)
-    a1 = b.collective("all_reduce", p, "0")
-    b1 = b.collective("reduce_scatter", b.add(a1, p), "0")
-    b2 = b.collective("reduce_scatter", q, "0")
-    a2 = b.collective("all_reduce", b.add(b2, b2), "0")
-    gm = b.finish([b1, a2])
-    starts: dict[str, list[fx.Node]] = {}
-    for node in gm.graph.nodes:
-        starts.setdefault(kind_of(node) or "", []).append(node)
-    buckets = [
-        Bucket(kind, None, tuple(starts[kind]))  # type: ignore[arg-type]
-        for kind in ("all_reduce", "reduce_scatter")
-    ]
-    costs = Costs()
-    model = model_of(gm.graph, costs)
-    for n in (1, 2):
-        for some in itertools.combinations(buckets, n):
-            assert (merged_model(model, some, costs) is None) == (n == 2)
-
-
-def test_a_collective_without_a_wait_is_not_modelled():
-    b = Builder(share=False)
-    p = b.leaf(WORLD * 8, torch.float32)
-    gm = b.finish([b.collective("all_reduce", p, "0"), b.collective("all_reduce", p, "0")])
-    starts = tuple(n for n in gm.graph.nodes if kind_of(n))
-    (wait,) = starts[1].users
-    wait.replace_all_uses_with(starts[1])
-    gm.graph.erase_node(wait)
-    costs = Costs()
-    bucket = Bucket("all_reduce", None, starts)
-    assert merged_model(model_of(gm.graph, costs), [bucket], costs) is None
 
 
 def test_members_on_both_sides_of_a_side_effect_are_tried_by_merging():

@@ -27,6 +27,9 @@ from random_graphs import (
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing import _source
+from torch_ext_bucketing.bucketing.pack import apply_plan
+from torch_ext_bucketing.bucketing.plan import ByCap
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.policy import Case, Options, Policy, PolicyReport
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
@@ -136,24 +139,38 @@ def test_a_bound_that_cannot_be_kept_is_a_warning():
     assert report.warnings == ("InFlight: 3 collectives are in flight at once, above 2",)
 
 
-@given(seed=st.integers(0, 10**6), size=st.integers(1, 12), most=st.integers(1, 3))
-@settings(max_examples=60)
-def test_it_goes_with_the_others(seed: int, size: int, most: int):
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.integers(1, 12),
+    most=st.integers(1, 3),
+    merge=st.booleans(),
+    ratio=st.floats(0.8, 3),
+)
+@settings(max_examples=150)
+def test_it_goes_with_the_others(seed: int, size: int, most: int, merge: bool, ratio: float):
     """Values stay equal, and each bound is kept or reported as missed."""
     gm = random_graph(seed, size, ["0"], share=False)
     inputs = real_inputs(gm)
     expected = run_all_ranks(gm, inputs)
-    policies = [teb.Overlap(depth=3), InFlight(most), teb.MaxComputeRun(1), teb.PeakMemory(ratio=1)]
+    if merge:
+        analysis = GraphAnalysis(gm.graph)
+        apply_plan(analysis, ByCap(1.0, eligible=lambda start: True).plan(analysis))
+    bounds = [InFlight(most), teb.MaxComputeRun(1), teb.PeakMemory(ratio=ratio)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", teb.errors.BoundNotKeptWarning)
-        report = schedule(gm, policies)
+        report = schedule(gm, [teb.Overlap(depth=3), *bounds])
+    gm.graph.lint()
     assert report.order, report.warnings
-    _, after = report.bounds[1].in_flight
-    assert after == reached(gm)
+    model = model_of(gm.graph)
+    line = Timeline.of(model)
+    found = report.step_ms[1], report.peak_bytes[1], report.longest_run[1]
+    assert found == (pytest.approx(line.step_ms), line.peak_bytes, line.longest_run)
+    assert line.step_ms >= model.paths.bound_ms - 1e-9
+    assert report.bounds[1].in_flight[1] == reached(gm)
     for name, kept in (
-        ("InFlight", after <= most),
-        ("MaxComputeRun", report.longest_run[1] <= 1),
-        ("PeakMemory", report.peak_bytes[1] <= (report.limit_bytes or 0)),
+        ("InFlight", reached(gm) <= most),
+        ("MaxComputeRun", line.longest_run <= 1),
+        ("PeakMemory", line.peak_bytes <= (report.limit_bytes or 0)),
     ):
         assert kept != any(w.startswith(name) for w in report.warnings)
     assert (report.misses > 0) == bool(report.warnings)
