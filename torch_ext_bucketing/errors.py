@@ -16,6 +16,12 @@ def check_argument(name: str, value: object, kinds: Any) -> None:
         raise TypeError(f"{name} must be {article} {accepted}, got {value!r}")
 
 
+def check_count(name: str, value: object, least: int = 0) -> None:
+    """Raise a ValueError unless an argument is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
 class BucketingError(RuntimeError):
     """Base class of the package's errors that are not about an argument's type or value."""
 

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.inductor import default_cap_mb
+from ..errors import check_count
 from ..fsdp.units import Units
 from ..graph.analysis import UNTAGGED, Collective, GraphAnalysis
 from ..graph.nodes import FSDP_KINDS, KINDS, Kind, check_kinds, is_wait
@@ -146,9 +147,8 @@ class ByCap:
             raise ValueError(
                 f"eligible must be 'tag', 'structure' or a callable, got {self.eligible!r}"
             )
-        run = self.max_compute_run
-        if run is not None and (not isinstance(run, int) or isinstance(run, bool) or run < 1):
-            raise ValueError(f"max_compute_run must be a whole number of at least 1, got {run!r}")
+        if self.max_compute_run is not None:
+            check_count("max_compute_run", self.max_compute_run, least=1)
         check_caps(self.cap_mb)
 
     def plan(self, analysis: GraphAnalysis) -> MergePlan:

@@ -39,7 +39,7 @@ from .._torch.inductor import (
 )
 from .._torch.process_groups import compiles_for_all_ranks, default_group
 from .._torch.without_device import Planned, results_alone
-from ..errors import GuessedNamesWarning, NoUuidError, check_argument
+from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_count
 from ..fqns import format_names
 from ..fsdp.shard import attach
 from ..fsdp.tagging import gradients_of, named_inputs
@@ -130,10 +130,8 @@ class BucketingBackend:
             raise TypeError(f"agree_timeout must be a datetime.timedelta, got {timeout!r}")
         if timeout is not None and timeout <= timedelta():
             raise ValueError(f"agree_timeout must be positive, got {timeout}")
-        if prefetch is not None and (type(prefetch) is not int or prefetch < 0):
-            raise ValueError(
-                f"prefetch must be a whole number of at least 0, or None, got {prefetch!r}"
-            )
+        if prefetch is not None:
+            check_count("prefetch", prefetch)
         check_argument("check_recompute", self.check_recompute, bool)
         check_size_hints(self.size_hints)
         check_argument("model", self.model, torch.nn.Module | None)

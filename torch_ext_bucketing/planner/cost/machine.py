@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from ...errors import check_argument
+from ...errors import check_argument, check_count
 from ...graph.nodes import COLLECTIVES, CollectiveType
 
 _TREE_SHARE = 0.6
@@ -247,9 +247,8 @@ class Machine:
         check_time("kernel_ms", self.kernel_ms)
         check_argument("intra", self.intra, Level | None)
         check_argument("inter", self.inter, Level | None)
-        n = self.ranks_per_node
-        if n is not None and not _is_count(n):
-            raise ValueError(f"ranks_per_node must be a whole number of at least 1, got {n!r}")
+        if self.ranks_per_node is not None:
+            check_count("ranks_per_node", self.ranks_per_node, least=1)
         if self._levels is None and (self.intra or self.inter):
             raise ValueError("give intra, inter and ranks_per_node together, or none of the levels")
         if self._levels is not None:

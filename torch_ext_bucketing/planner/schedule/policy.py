@@ -36,6 +36,7 @@ from typing import Any
 import torch.fx as fx
 
 from ..._source import note_sources
+from ...errors import check_count
 from ...graph.nodes import kind_of, member_tags, tag_of
 from ...reports.base import sizes_text
 from ...reports.planner import PeakReport, PolicyReport, RunReport
@@ -254,7 +255,7 @@ class Overlap(Policy):
 
     def __post_init__(self) -> None:
         for name in ("depth", "window", "max_prefetch"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         under = self.prefetch_under
         if not isinstance(under, Mapping) or not all(
             isinstance(name, str) for name in (*under, *under.values())
@@ -347,7 +348,7 @@ class MaxComputeRun(Policy):
     max_consecutive: int = 8
 
     def __post_init__(self) -> None:
-        _check_count("max_consecutive", self.max_consecutive, least=1)
+        check_count("max_consecutive", self.max_consecutive, least=1)
 
     def ask(self, case: Case, options: Options) -> Options:
         """Bound runs, at no less than dependencies force anyway."""
@@ -380,11 +381,6 @@ class MaxComputeRun(Policy):
     def max_bucket_run(self) -> int:
         """Return the bound, so that reduce-scatter buckets force no longer run."""
         return self.max_consecutive
-
-
-def _check_count(name: str, number: int, least: int = 0) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")
 
 
 _GIB = 2**30
