@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -508,6 +509,26 @@ def test_all_changes_at_once_are_undone_and_the_error_goes_on():
 
     with pytest.raises(KeyError, match="first this"):
         changes_and_fails()
+    assert described(gm) == before
+
+
+@dataclass(frozen=True)
+class Fails(GraphPass):
+    """A pass of a user that fails halfway."""
+
+    stage = "forward_backward"
+
+    def run(self, graph: fx.Graph, compilation: Any) -> None:
+        for change in CHANGES.values():
+            change(graph)
+        raise KeyError("halfway")
+
+
+def test_a_pass_that_fails_leaves_the_graph_as_it_was():
+    gm = gathers_and_scatters()
+    before = described(gm)
+    with pytest.raises(KeyError, match="halfway"):
+        Fails()(gm)
     assert described(gm) == before
 
 

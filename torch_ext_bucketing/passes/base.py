@@ -28,6 +28,7 @@ from .._torch.inductor import (
 )
 from ..errors import DividedUnitWarning, NoUuidError, UncoveredParametersWarning
 from ..graph.analysis import GraphAnalysis
+from ..graph.edits import unchanged_on_error
 from ..graph.liveness import beside_bytes, kept_inputs
 from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import GivenHints, SizeHints
@@ -207,7 +208,7 @@ class GraphPass(CustomGraphPass):
     """A pass over one graph.
 
     Subclasses are frozen dataclasses. Their fields are the settings of the pass: its ``repr`` and
-    its cache key are made from them. A pass must leave the graph unchanged if it raises.
+    its cache key are made from them. If a pass raises, the graph is as it was before the pass.
 
     ``stage`` is ``"joint"`` (forward and backward in one graph, before the partitioner) or
     ``"forward_backward"`` (each graph after the partitioner). Passes of both stages run on an
@@ -335,7 +336,8 @@ def run_passes(
     for i, p in enumerate(passes):
         _show(g, f"{name}_{i}_{p.name}_before")
         clock = time.perf_counter()
-        p.run(g, compilation)
+        with unchanged_on_error(g):
+            p.run(g, compilation)
         seconds = time.perf_counter() - clock + (measured if p is measures else 0.0)
         compilation.changed()
         _show(g, f"{name}_{i}_{p.name}_after")

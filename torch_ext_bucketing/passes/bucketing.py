@@ -38,7 +38,6 @@ from ..bucketing.plan import ByCap, ByUnit, CapMb, Eligible, Groups, check_group
 from ..fsdp.rank_order import SUM, check_accumulate, steps_of
 from ..fsdp.units import Units
 from ..graph.analysis import Collective, GraphAnalysis
-from ..graph.edits import unchanged_on_error
 from ..graph.nodes import FSDP_KINDS, Kind, argument, check_kinds, mark_replaced
 from .base import BUCKETS, ORDER, RANK_ORDER, Compilation, GraphPass
 from .checks import DividedUnits
@@ -230,6 +229,5 @@ class FixedOrderReduce(GraphPass):
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         lower_sum(SUM)
-        with unchanged_on_error(graph):
-            reduce_by_all_to_all(graph, self.accumulate)
-            graph.lint()
+        reduce_by_all_to_all(graph, self.accumulate)
+        graph.lint()

@@ -37,7 +37,7 @@ from .._torch.inductor import sort_topologically
 from ..fsdp.tagging import in_other_form
 from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Writes, may_run_twice
-from ..graph.edits import ancestors, call, contiguous_copy, unchanged_on_error
+from ..graph.edits import ancestors, call, contiguous_copy
 from ..graph.nodes import group_name, group_size, is_view, kind_of, only_wait, tag_of, wire_bytes
 from ..graph.values import (
     Cut,
@@ -112,16 +112,15 @@ def combine_uses(graph: fx.Graph) -> CombineReport:
     """Run :class:`CombineUses` on a tagged joint or inference graph in topological order."""
     combined: list[CombinedUses] = []
     left: list[LeftAlone] = []
-    with unchanged_on_error(graph):
-        # The parameters with several collectives of one kind and group, in graph order.
-        tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
-        several = (tag.fqns for (tag, _), count in Counter(tags).items() if count > 1)
-        for fqns in dict.fromkeys(several):
-            done, kept = _combine(graph, fqns)
-            combined += done
-            left += kept
-        if combined:
-            graph.lint()
+    # The parameters with several collectives of one kind and group, in graph order.
+    tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
+    several = (tag.fqns for (tag, _), count in Counter(tags).items() if count > 1)
+    for fqns in dict.fromkeys(several):
+        done, kept = _combine(graph, fqns)
+        combined += done
+        left += kept
+    if combined:
+        graph.lint()
     return CombineReport(tuple(combined), left=tuple(left))
 
 

@@ -22,7 +22,7 @@ from .._torch.inductor import sort_topologically
 from ..bucketing.pack import pack
 from ..graph.analysis import unmergeable
 from ..graph.dependencies import Writes
-from ..graph.edits import ancestors, unchanged_on_error
+from ..graph.edits import ancestors
 from ..graph.nodes import bucket_key, kind_of, reduce_op, tag_of
 from ..reports.base import LeftAlone
 from ..reports.compile import RewriteReport
@@ -71,12 +71,11 @@ class MergeAmax(GraphPass):
             else:
                 groups.setdefault(bucket_key(node), []).append(node)
         merged = [members for members in groups.values() if len(members) > 1]
-        with unchanged_on_error(graph):
-            for members in merged:
-                pack(graph, members, members, members[-1].next)
-            if merged:
-                sort_topologically(graph)
-                graph.lint()
+        for members in merged:
+            pack(graph, members, members, members[-1].next)
+        if merged:
+            sort_topologically(graph)
+            graph.lint()
         if merged or left:
             report = AmaxReport(tuple(map(len, merged)), left=tuple(left))
             compilation.report.rewrites.append(report)

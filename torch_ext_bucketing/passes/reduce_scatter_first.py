@@ -25,7 +25,7 @@ import torch.fx as fx
 from .._torch.inductor import sort_topologically
 from .._torch.process_groups import is_inside, ranks_of
 from ..graph.dependencies import Writes
-from ..graph.edits import contiguous_copy, unchanged_on_error
+from ..graph.edits import contiguous_copy
 from ..graph.nodes import group_name, kind_of, nbytes_of, only_wait, reduce_op, started_by, tag_of
 from ..graph.values import SCALES, Cut, cuts_before, is_move, outside_reader, positions
 from ..reports.base import LeftAlone, size_text
@@ -86,27 +86,26 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
     left: list[LeftAlone] = []
     position = positions(graph)
     written = Writes(graph.nodes).written
-    with unchanged_on_error(graph):
-        for reduce in list(graph.nodes):
-            tag = tag_of(reduce)
-            if tag is None or kind_of(reduce) != "all_reduce":
-                continue
-            scatter = _scatter_after(reduce)
-            if scatter is None:
-                continue
-            # All values that the reduce-scatter reads have to pass through the all-reduce's wait.
-            cuts = cuts_before(scatter.all_input_nodes[0], position)
-            cut = next((c for c in cuts if started_by(c.node) is reduce), None)
-            reason = _why_not(reduce, scatter, cut, written)
-            if reason or cut is None:
-                left.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
-                continue
-            before = nbytes_of(reduce)
-            _swap(graph, reduce, scatter, cut)
-            swapped.append(ReducedShard(tag.fqns, (before, nbytes_of(reduce))))
-        if swapped:
-            sort_topologically(graph)
-            graph.lint()
+    for reduce in list(graph.nodes):
+        tag = tag_of(reduce)
+        if tag is None or kind_of(reduce) != "all_reduce":
+            continue
+        scatter = _scatter_after(reduce)
+        if scatter is None:
+            continue
+        # All values that the reduce-scatter reads have to pass through the all-reduce's wait.
+        cuts = cuts_before(scatter.all_input_nodes[0], position)
+        cut = next((c for c in cuts if started_by(c.node) is reduce), None)
+        reason = _why_not(reduce, scatter, cut, written)
+        if reason or cut is None:
+            left.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
+            continue
+        before = nbytes_of(reduce)
+        _swap(graph, reduce, scatter, cut)
+        swapped.append(ReducedShard(tag.fqns, (before, nbytes_of(reduce))))
+    if swapped:
+        sort_topologically(graph)
+        graph.lint()
     return ScatterReport(tuple(swapped), left=tuple(left))
 
 

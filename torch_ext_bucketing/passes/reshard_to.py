@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.aot import Halves, mark_recompute, mark_save
 from .._torch.process_groups import default_group, new_groups, ranks_of
 from ..fsdp.tagging import Chains, read_in_forward
-from ..graph.edits import call, unchanged_on_error
+from ..graph.edits import call
 from ..graph.nodes import (
     Tag,
     group_name,
@@ -163,19 +163,18 @@ def reshard_to(
     twice = [s for s in read_in_forward(chains) if s in read]
     left: list[LeftAlone] = []
     resharded: list[Resharded] = []
-    with unchanged_on_error(graph):
-        for start, tag in tags.items():
-            chain = chains[start]
-            if reasons[start]:
-                left.append(LeftAlone(tag.fqns, reasons[start]))
-            elif start in twice and ranks_of(group_name(start)) != smaller.ranks:
-                part, *chain = _gather_twice(graph, start, tag, smaller, chain)
-                mark_save(part)
-                resharded.append(Resharded(tag.fqns, group_size(start), nbytes_of(part)))
-            for node in chain:
-                mark_recompute(node)
-        if resharded:
-            graph.lint()
+    for start, tag in tags.items():
+        chain = chains[start]
+        if reasons[start]:
+            left.append(LeftAlone(tag.fqns, reasons[start]))
+        elif start in twice and ranks_of(group_name(start)) != smaller.ranks:
+            part, *chain = _gather_twice(graph, start, tag, smaller, chain)
+            mark_save(part)
+            resharded.append(Resharded(tag.fqns, group_size(start), nbytes_of(part)))
+        for node in chain:
+            mark_recompute(node)
+    if resharded:
+        graph.lint()
     return ReshardReport(len(smaller.ranks), tuple(resharded), left=tuple(left))
 
 

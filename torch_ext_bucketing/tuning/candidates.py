@@ -13,7 +13,6 @@ import torch.nn as nn
 from .._torch.inductor import bucket_fsdp
 from ..fsdp.plans import transformer_block_plan
 from ..fsdp.units import Units
-from ..graph.edits import unchanged_on_error
 from ..passes.backends import BucketingBackend
 from ..passes.base import Compilation, GraphPass, Stage
 from ..passes.bucketing import BucketByCap, FixedOrderReduce
@@ -34,8 +33,7 @@ class TorchBuckets(GraphPass):
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         gm = graph.owning_module
         assert isinstance(gm, fx.GraphModule)
-        with unchanged_on_error(gm.graph):
-            bucket_fsdp(gm)
+        bucket_fsdp(gm)
 
 
 def candidates(
