@@ -149,14 +149,6 @@ def test_a_callable_that_fails_costs_no_compile_and_is_reported(env, answer):
     assert problem.startswith("size_hints(u0): ")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"), [("8", TypeError), (True, TypeError), (-1, ValueError)]
-)
-def test_what_is_no_hint_is_refused_before_anything_is_compiled(wrong, error):
-    with pytest.raises(error, match="size_hints must be"):
-        teb.backend("aot_eager", size_hints=wrong)
-
-
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["+", "*", "//"]), min_size=1, max_size=5), st.integers(0, 9))
 def test_any_expression_has_a_number_and_no_guard(operations, number):

@@ -6,6 +6,7 @@ one process; under torchrun they are a gloo group.
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -260,6 +262,19 @@ def own_pass():
     return hooks.OwnPass(AB)
 
 
+def edited_own_pass():
+    """Edit the module and import it as a new process does."""
+    import hooks
+
+    path = Path(hooks.__file__)
+    path.write_text(path.read_text().replace("1 > 0", "-1 > 0"))
+    del sys.modules["hooks"]
+    importlib.invalidate_caches()
+    _source._noted.clear()
+    _source.source_digest.cache_clear()
+    return own_pass()
+
+
 def edited(model):
     """Set up as if the package had been edited."""
     _source._PACKAGE = "another digest"
@@ -273,6 +288,7 @@ SETUPS = {
     "backend, lambda": by_backend(lambda: teb.BucketByUnit(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(own_pass),
+    "backend, own pass edited": by_backend(edited_own_pass),
     "backend, edited": edited,
     "config": by_config(AB),
     "config, other order": by_config(BA),

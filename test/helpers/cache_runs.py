@@ -44,7 +44,6 @@ class OwnPass(BucketByUnit):
         if 1 > 0:
             super().run(graph, compilation)
 """
-EDITED_HOOKS = HOOKS.replace("1 > 0", "-1 > 0")
 
 
 class Checkout:

@@ -719,13 +719,14 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("max_consecutive", lambda: teb.MaxComputeRun(0)),
         ("two Overlap", lambda: teb.Schedule([teb.Overlap(), teb.Overlap(depth=2)])),
         ("depth", lambda: teb.Overlap(depth=-1)),
-        ("bandwidth must be a positive", lambda: teb.Machine(bandwidth="fast")),
         ("no measurement", lambda: teb.Machine(collectives={("all_gather", 2): ()})),
         ("kernel_ms must be a time", lambda: teb.Machine(kernel_ms=math.nan)),
         (
             r"\(0, 1.0\) is not \(bytes above 0, ms\)",
             lambda: teb.Machine(collectives={("all_gather", 2): [(0, 1.0)]}),
         ),
+        ("size_hints must be", lambda: teb.backend("aot_eager", size_hints=-1)),
+        ("kinds must be some of", lambda: teb.BucketByUnit([["a"]], kinds=("gather",))),
         ("caps_mb is empty", lambda: teb.BucketAndSchedule([], caps_mb=())),
         (
             "each of caps_mb must be a positive number",
@@ -740,13 +741,12 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "memory must be a PeakMemory or None, got 70",
             lambda: teb.ReshardAfterForward("auto", memory=70),
         ),
-        ("prefetch_under must map names", lambda: teb.Overlap(prefetch_under=["a"])),
         ("groups must be a list of names", lambda: teb.BucketByCap(groups="0")),
         ("groups must be names", lambda: teb.BucketByCap(groups=["0", 1])),
         ("eligibel", lambda: teb.BucketAndSchedule([], eligibel="tag")),
-        ("payload_order must be a callable", lambda: teb.BucketByCap(1.0, payload_order=True)),
-        ("payload_order must be a callable", lambda: teb.BucketAndSchedule([], payload_order=3)),
+        ("is not a pass", lambda: teb.backend("aot_eager", [print])),
     ],
+    RuntimeError: [("nothing has been compiled", lambda: teb.backend("aot_eager").last_report())],
 }
 """Calls with the text of their errors; plans and orders have tests of their own."""
 

@@ -26,32 +26,37 @@ def bucketing_passes(reshard):
     return [*passes, ReshardAfterForward()] if reshard else passes
 
 
-def _aot_eager_equals_uncompiled(rank, mode, reshard):
-    module = shard(mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def _compiled_equals_eager(rank, mode, reduce_dtype):
+    """Replicas have no eager FSDP2: the model without a compiler stands for it."""
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
+    module = shard(mode, **dtypes)
     expected = gradients(module, module, rank)
+    reshard = mode != "replicate"
+    if reshard:
+        eager = eager_fsdp2(model(), ["layers.0", "layers.1", ""], mesh(mode), **dtypes)
+        assert_equal(gradients(eager, eager, rank), expected)
     b = backend("aot_eager", bucketing_passes(reshard))
     compiled = torch.compile(module, backend=b)
     for _ in range(2):
         assert_equal(gradients(compiled, module, rank), expected)
     assert max(b.last_report().collectives_before.values()) >= 10
     # With resharding, three gathers in forward and in backward: the head is alone in its unit.
-    gathers = 6 if reshard else 3
     for kind, number in b.last_report().collectives_after.items():
-        assert number == (gathers if kind == "all_gather" else 3), kind
+        assert number == (6 if reshard and kind == "all_gather" else 3), kind
     with torch.no_grad():
         assert torch.equal(compiled(tokens(rank)), module(tokens(rank)))
 
 
 @pytest.mark.parametrize(
-    ("mode", "reshard"),
+    ("mode", "world", "reduce_dtype"),
     [
-        ("fully_shard", True),
-        ("hybrid_shard", True),
-        pytest.param("replicate", False, marks=pytest.mark.slow),
+        ("fully_shard", 2, None),
+        ("hybrid_shard", 4, torch.float32),
+        pytest.param("replicate", 2, torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_aot_eager_equals_uncompiled(mode, reshard):
-    on_ranks(_aot_eager_equals_uncompiled, mode, reshard)
+def test_compiled_and_uncompiled_steps_equal_eager_fsdp2(mode, world, reduce_dtype):
+    on_ranks(_compiled_equals_eager, mode, reduce_dtype, world=world)
 
 
 def _inductor_equals_inductor_without_buckets(rank):
@@ -110,23 +115,3 @@ def test_separate_groups_names_what_is_wrong(fake_world):
     flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     with pytest.raises(ValueError, match="kinds must be some of"):
         SeparateGroups(flat, kinds=["broadcast"])
-
-
-def _uncompiled_equals_fsdp2(rank, mode, param_dtype, reduce_dtype):
-    eager = eager_fsdp2(
-        model(), ["layers.0", "layers.1", ""], mesh(mode), param_dtype, reduce_dtype
-    )
-    expected = gradients(eager, eager, rank)
-    module = shard(mode, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    assert_equal(gradients(module, module, rank), expected)
-
-
-@pytest.mark.parametrize(
-    ("mode", "world", "param_dtype", "reduce_dtype"),
-    [
-        ("fully_shard", 2, torch.bfloat16, None),
-        ("hybrid_shard", 4, torch.bfloat16, torch.float32),
-    ],
-)
-def test_uncompiled_equals_fsdp2(mode, world, param_dtype, reduce_dtype):
-    on_ranks(_uncompiled_equals_fsdp2, mode, param_dtype, reduce_dtype, world=world)

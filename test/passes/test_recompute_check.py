@@ -188,8 +188,3 @@ def test_a_digest_sees_each_bit_and_place(dtype):
     moved = x.clone()
     moved[0, 0], moved[0, 1] = x[0, 1], x[0, 0]
     assert digest_of(changed) != digest_of(x) != digest_of(moved)
-
-
-def test_the_option_is_checked():
-    with pytest.raises(TypeError, match="check_recompute must be a bool, got 1"):
-        teb.backend("aot_eager", check_recompute=1)

@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import json
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +25,11 @@ from random_graphs import (
 )
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing import _source
+from torch_ext_bucketing._source import source_digest
 from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.passes.cache_key import describe
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.policy import Case, Options, Policy, PolicyReport
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
@@ -215,32 +215,19 @@ from torch_ext_bucketing.planner.schedule.policy import Policy
 @dataclass(frozen=True)
 class Mine(Policy):
     most: int = 2
-
-    def misses(self, case, timeline):
-        return {result}
 """
 
 
 def test_settings_and_source_are_part_of_the_cache_key(tmp_path, monkeypatch):
+    """``test_caches`` edits the source of a pass."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-    def uuid(result: str, **fields: int) -> str | None:
-        """Import the policy like a new process with this source."""
-        (tmp_path / "policy_of_mine.py").write_text(POLICY.format(result=result))
-        monkeypatch.setattr(_source, "_noted", {})
-        sys.modules.pop("policy_of_mine", None)
-        importlib.invalidate_caches()
-        _source.source_digest.cache_clear()
-        module = importlib.import_module("policy_of_mine")
-        return teb.Schedule([teb.Overlap(), module.Mine(**fields)]).uuid()
-
-    first = uuid("0.0")
-    found = [first, uuid("0.0", most=3), uuid("1.0"), teb.Schedule(teb.Overlap()).uuid()]
-    assert None not in found
-    assert len(set(found)) == 4
-    assert uuid("0.0") == first
-    sys.modules.pop("policy_of_mine")
+    (tmp_path / "policy_of_mine.py").write_text(POLICY)
+    mine = importlib.import_module("policy_of_mine").Mine
+    assert source_digest("policy_of_mine") in repr(describe(mine()))
+    lists = [[teb.Overlap()], [teb.Overlap(), mine()], [teb.Overlap(), mine(3)]]
+    uuids = {teb.Schedule(policies).uuid() for policies in lists}
+    assert None not in uuids
+    assert len(uuids) == 3
 
 
 def test_a_policy_without_known_fields_has_no_key(caplog):

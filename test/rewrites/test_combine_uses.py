@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
 from torch_ext_bucketing.passes.combine_uses import combine_uses
-from torch_ext_bucketing.reports.base import LeftAlone
 
 pytestmark = pytest.mark.torch
 
@@ -93,31 +92,6 @@ uses combined:
     )
 
 
-def test_gradients_that_one_read_had_added_are_added_in_the_order_of_all(joint):
-    """((g3 + g2) + g1), even if g3 and g1 came through one read and were added first."""
-
-    def reads(w, a, b, c):
-        first, second = joint.gather("w", w), joint.gather("w", w)
-        g3, g2, g1 = first * a, second * b, first * c
-        reduced2 = joint.scatter("w", g2)
-        reduced31 = joint.scatter("w", g3 + g1)
-        return reduced2 + reduced31
-
-    def eager(w, a, b, c):
-        full = joint.gather("w", w)
-        return joint.scatter("w", (full * a + full * b) + full * c)
-
-    shapes = [torch.randn(2, 4), *(torch.randn(4, 4) for _ in range(3))]
-    inputs = joint.inputs(((2, 4), F32), *[((4, 4), F32)] * 3)
-    expected = joint.run(joint.trace(eager, *shapes), inputs)
-    gm = joint.trace(reads, *shapes)
-    mark_accumulations(gm)
-    assert not all(map(torch.equal, joint.run(gm, inputs)[0], expected[0]))
-    combine_uses(gm.graph)
-    assert collectives(gm) == ["all_gather", "reduce_scatter"]
-    assert_same(joint.run(gm, inputs), expected)
-
-
 def test_an_addition_that_is_not_of_autograd_stays_one_summand(joint):
     def step(w, a, b, c):
         first, second = joint.gather("w", w), joint.gather("w", w)
@@ -175,25 +149,6 @@ def test_refusals(joint):
     for step, part in refusals(joint).items():
         inputs = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
         refused(joint.trace(step, *inputs), part)
-
-
-def test_no_decision_reads_a_message(joint, monkeypatch):
-    def results():
-        graphs = [two_uses(joint, write=True), two_uses(joint, second_dtype=F32)]
-        shapes = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
-        graphs += [joint.trace(step, *shapes) for step in refusals(joint)]
-        found = [len(combine_uses(gm.graph).left) for gm in graphs]
-        for gm in graphs:
-            gm.recompile()
-        return found, [show(gm) for gm in graphs]
-
-    expected = results()
-
-    def silent(fqns, reason, **rest):
-        return LeftAlone(fqns, "", **rest)
-
-    monkeypatch.setattr("torch_ext_bucketing.passes.combine_uses.LeftAlone", silent)
-    assert results() == expected
 
 
 def test_what_is_added_besides_stays(joint):

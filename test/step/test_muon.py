@@ -127,8 +127,8 @@ def copies(rank: int) -> list[bool]:
 
 
 def experts(rank: int) -> list[bool]:
-    """Train four experts on three ranks, in one bucket and in many. The last rank has none."""
-    return trained(rank, (3,), stacked=True, caps=(None, 1), max_norm=0.1)
+    """Train four experts on three ranks, in many buckets. The last rank has none."""
+    return trained(rank, (3,), stacked=True, caps=(1,), max_norm=0.1)
 
 
 def hybrid_experts(rank: int) -> list[bool]:

@@ -118,7 +118,6 @@ def bounded(model: nn.Module, optimizer):
     ("make", "options"),
     [
         (adamw, {}),
-        (adamw, {"max_norm": 1.0}),
         (sgd, {"max_norm": 1.0, "microbatches": 2}),
     ],
 )

@@ -150,10 +150,6 @@ def test_hooks_of_a_step_are_called_by_it(tiny, of_all):
 
 def test_bad_input_is_refused_before_anything_is_compiled(model):
     adam = adamw(model)
-    with pytest.raises(TypeError, match=r"give a torch.nn.Module and a torch.optim.Optimizer"):
-        teb.train_step(model, model, loss_of)
-    with pytest.raises(TypeError, match="loss must be a function"):
-        teb.train_step(model, adam, None)
     with pytest.raises(ValueError, match="max_norm must be positive"):
         teb.train_step(model, adam, loss_of, max_norm=-1.0)
     with pytest.raises(ValueError, match="belong to max_norm="):
@@ -162,8 +158,6 @@ def test_bad_input_is_refused_before_anything_is_compiled(model):
         teb.train_step(model, torch.optim.LBFGS(model.parameters()), loss_of)
     with pytest.raises(ValueError, match=r"of SGD belong to an earlier optimizer, too: param_g"):
         teb.train_step(model, [adam, torch.optim.SGD(model.parameters(), lr=0.1)], loss_of)
-    with pytest.raises(TypeError, match="or a list of them"):
-        teb.train_step(model, [adam, None], loss_of)
     foreign = torch.optim.AdamW(small_transformer().parameters())
     with pytest.raises(ValueError, match=r"are not in .*param_groups\[0\]"):
         teb.train_step(model, foreign, loss_of)

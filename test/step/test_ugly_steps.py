@@ -91,7 +91,7 @@ def scaled(rank: int, make, max_norm: float | None, replicas: int = 1) -> list[b
         poison = torch.ones(4)
         if poisoned and rank == 0:
             poison[-1] = float("inf")
-        found.append(pair.take(2 * n, 2 * n + 1, given=[(False,), (n % 2 == 1, poison)]))
+        found.append(pair.take(2 * n, 2 * n + 1, given=[(False, torch.ones(4)), (False, poison)]))
         scales.append(pair.scaler.get_scale())
     return [*found, scales == [768.0, 768.0, 1536.0, 768.0, 768.0]]
 
@@ -100,7 +100,7 @@ def mixed_dtypes(rank: int, make) -> list[bool]:
     found = []
     for dtypes in ((None, BF16), (BF16, torch.float16)):
         pair = Pair(rank, make, model=partial(Ugly, dtypes))
-        found += [pair.take(n, given=[(n % 2 == 1,)]) for n in range(2)]
+        found += [pair.take(n, given=[(True,)]) for n in range(2)]
     return found
 
 
@@ -205,23 +205,20 @@ def half_state(rank: int, make) -> list[bool]:
     return [*found, *(pair.take(n) for n in range(1, 3))]
 
 
-def checkpoints(rank: int, make, way) -> list[bool]:
-    """Save after two steps, and load into new models, eager and planned, by their formats."""
+def checkpoints(rank: int, make) -> list[bool]:
+    """Save after two steps, and load into new models, eager and planned."""
     pair = Pair(rank, make)
     found = [pair.take(n, given=[(n == 1,)]) for n in range(2)]
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         torch.distributed.broadcast_object_list(shared)
-        for name, model, optimizers in (
-            ("eager", pair.eager, pair.optimizers),
-            ("planned", pair.model, pair.planned),
-        ):
-            way.save(f"{shared[0]}/{name}", model, optimizers[0], rank)
+        save(f"{shared[0]}/eager", pair.eager, *pair.optimizers)
+        save(f"{shared[0]}/planned", pair.model, *pair.planned)
         torch.distributed.barrier()
         other = Pair(rank, make)
         other.take(7, given=[(True,)])
-        way.load(f"{shared[0]}/planned", other.eager, other.optimizers[0], rank)
-        way.load(f"{shared[0]}/eager", other.model, other.planned[0], rank)
+        load(f"{shared[0]}/planned", other.eager, *other.optimizers)
+        load(f"{shared[0]}/eager", other.model, *other.planned)
         torch.distributed.barrier()
     found.append(other.same())
     for n in range(2, 4):
@@ -230,36 +227,16 @@ def checkpoints(rank: int, make, way) -> list[bool]:
     return found
 
 
-class Files:
-    """``torch.save``, one file per rank."""
-
-    @staticmethod
-    def save(path: str, model: nn.Module, optimizer, rank: int) -> None:
-        torch.save([model.state_dict(), optimizer.state_dict()], f"{path}{rank}")
-
-    @staticmethod
-    def load(path: str, model: nn.Module, optimizer, rank: int) -> None:
-        weights, state = torch.load(f"{path}{rank}", weights_only=False)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+def save(path: str, model: nn.Module, optimizer) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-class Distributed:
-    """``torch.distributed.checkpoint``."""
-
-    @staticmethod
-    def save(path: str, model: nn.Module, optimizer, rank: int) -> None:
-        weights, state = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-
-    @staticmethod
-    def load(path: str, model: nn.Module, optimizer, rank: int) -> None:
-        weights, state = get_state_dict(model, optimizer)
-        given = {"model": weights, "optimizer": state}
-        dcp.load(given, checkpoint_id=path)
-        set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=given["optimizer"]
-        )
+def load(path: str, model: nn.Module, optimizer) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    given = {"model": weights, "optimizer": state}
+    dcp.load(given, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=given["optimizer"])
 
 
 def name_of(case) -> str:
@@ -271,11 +248,11 @@ def slow(*case):
 
 
 CASES = [
-    (branches, adamw),
+    slow(branches, adamw),
     slow(branches, sgd),
     slow(branches, adagrad),
-    slow(microbatches, adamw),
-    (microbatches, sgd),
+    (microbatches, adamw),
+    slow(microbatches, sgd),
     slow(microbatches, adagrad),
     (skips, fused),
     (skips, sgd),
@@ -295,10 +272,8 @@ CASES = [
     (grown, adamw),
     slow(grown, sgd),
     slow(half_state, sgd),
-    slow(checkpoints, adamw, Files),
-    slow(checkpoints, adamw, Distributed),
-    slow(checkpoints, sgd, Files),
-    slow(checkpoints, sgd, Distributed),
+    slow(checkpoints, adamw),
+    slow(checkpoints, sgd),
 ]
 
 
@@ -328,13 +303,15 @@ def test_inductors_graphs_update_as_the_optimizer_does(fake_world):
             backend = teb.backend("inductor", passes, model=model)
             run = torch.compile(loss_of, backend=backend, fullgraph=True)
         for _ in range(3):
-            if planned:
-                step(tokens)
-            else:
-                scaler.scale(run(model, tokens)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+            # Kernels are not compiled: the order of a graph's nodes decides what an update reads.
+            with torch._inductor.config.patch(fallback_by_default=True):
+                if planned:
+                    step(tokens)
+                else:
+                    scaler.scale(run(model, tokens)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
         found.append((digest(model), state_digest(optimizer), scaler.state_dict()))
     assert found[0] == found[1]
 
