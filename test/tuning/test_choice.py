@@ -84,18 +84,6 @@ GRAPHS = [
 ]
 
 
-def test_factors_bring_estimates_near_measured_times():
-    true = {"kernel": 2.0, "all_gather": 3.0, "reduce_scatter": 1.0}
-    measured = [([e], corrected_ms([e], true)) for e in GRAPHS]
-    factors = fit_factors(measured)
-    assert factors.keys() == true.keys()
-    for es, ms in measured:
-        before = sum(e.step_ms for e in es)
-        assert abs(corrected_ms(es, factors) / ms - 1) < 0.05
-        assert abs(before / ms - 1) > 0.2
-    assert factors["all_gather"] > factors["kernel"] > factors["reduce_scatter"]
-
-
 def test_a_common_error_gives_one_factor_for_all_kinds():
     factors = fit_factors([([e], 7 * e.step_ms) for e in GRAPHS])
     assert list(factors.values()) == [pytest.approx(7.0)] * 3
