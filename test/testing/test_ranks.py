@@ -126,7 +126,7 @@ def test_a_rank_that_dies_ends_all(how, text):
 # Spawned ranks need time to import torch on a busy machine before they hang.
 @pytest.mark.parametrize(
     ("start", "limit"),
-    [pytest.param("spawn", 12, marks=pytest.mark.slow), ("forkserver", 4)],
+    [pytest.param("spawn", 12, marks=pytest.mark.slow), ("forkserver", 2)],
     indirect=["start"],
 )
 def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing(start, limit):
