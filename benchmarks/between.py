@@ -21,7 +21,7 @@ from collective_graphs import MAX_BETWEEN
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, counts, default_cap, run_child, run_torchs
-from .command import add_json, document_of, parser_of, write_results
+from .command import add_json, document_of, parser_of, words, write_results
 from .graphs import chosen, load
 
 VALUES = (0, 8, 32, None)
@@ -95,8 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = document_of("python -m benchmarks.between", arguments)
     document["rows"] = rows = []
     for name in names:
-        given = ["--only", name, "--cap", str(args.cap or default_cap(name))]
-        given += ["--layers", str(args.layers)] if args.layers else []
+        given = words(only=name, cap=args.cap or default_cap(name), layers=args.layers)
         rows += run_child("benchmarks.between", "patched", given)
     write_results(args.json, document, table(rows))
     return 0

@@ -34,7 +34,7 @@ from typing import Any, Literal
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, add_number, parser_of, write_json
+from .command import add_json, add_number, parser_of, words, write_json
 from .graphs import Graph, chosen, load
 
 WAYS = ("unpatched", "unset", "hooks", "ours")
@@ -174,8 +174,7 @@ def measure(name: str, cap_mb: float, repeat: int, layers: int | None) -> dict[s
     """Measure one row, each way in its own process."""
     row: dict[str, Any] = {"graph": name, "cap_mb": cap_mb}
     for way in WAYS:
-        arguments = ["--only", name, "--cap", str(cap_mb), "--repeat", str(repeat)]
-        arguments += ["--layers", str(layers)] if layers else []
+        arguments = words(only=name, cap=cap_mb, repeat=repeat, layers=layers)
         result = run_child("benchmarks.bucketing", way, arguments)
         runs = result["runs"]
         row["before"], row["byte_lower_bound"] = result["before"], result["byte_lower_bound"]

@@ -35,6 +35,12 @@ def add_json(parser: argparse.ArgumentParser, text: str = "also write the figure
     parser.add_argument("--json", type=Path, metavar="FILE", help=text)
 
 
+def add_between(parser: argparse.ArgumentParser) -> None:
+    """Add the option for a network between nodes, which :func:`.nodes` takes."""
+    about = "of each rank between nodes of 8 H100s (default: 42)"
+    parser.add_argument("--between", type=float, metavar="GB/S", help=about)
+
+
 def add_names(
     parser: argparse.ArgumentParser,
     name: str,
@@ -64,6 +70,12 @@ def matching(
     if not found:
         parser.error(f"nothing matches {' '.join(patterns)}; there are {', '.join(names)}")
     return found
+
+
+def words(**given: object) -> list[str]:
+    """Return options as a command's words; leave out what is None, 0 or False."""
+    pairs = ((f"--{name}", value) for name, value in given.items() if value)
+    return [word for name, value in pairs for word in (name, str(value))[: 2 - (value is True)]]
 
 
 # --- results -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ from .command import (
 )
 from .graphs import available
 from .keep import MODELS, Sharded
-from .memory import WAYS, by_depth, saved_by_torch, table_by_depth
+from .memory import WAYS, by_depth, saved_by_torch, saving, table_by_depth
 from .parallel import end_world
 from .tracing import copy_graph
 
@@ -154,7 +154,7 @@ def measure_transformers(name: str, layers: int) -> dict[str, int]:
     with _fake_ranks():
         graph, units = joint_of_transformers(name, layers, checkpointed=False)
         checkpointed, _ = joint_of_transformers(name, layers, checkpointed=True)
-        by_torch = _saving(graph, saved_by_torch(graph, 1, 0.0))  # the loss alone is an output
+        by_torch = saving(graph, saved_by_torch(graph, 1, 0.0))  # the loss alone is an output
         return {
             "checkpointed": _planner(checkpointed, units).scheduled((), 0).peak_bytes,
             "budget=0": _planner(by_torch, units).scheduled((), 0).peak_bytes,
@@ -177,11 +177,7 @@ def measure(name: str, layers: int) -> dict[str, int]:
     """Return peaks in bytes by way, for a model of :mod:`.graphs`."""
     sharded = Sharded(name, layers)
     known = sharded.planner(H100, activations=True)
-    (output,) = sharded.graphs["forward", False].graph.find_nodes(op="output")
-    backward = sharded.graphs["backward", False].graph
-    read = {n.name for n in backward.find_nodes(op="placeholder")}
-    outputs = sum(n.name not in read for n in output.args[0])
-    by_torch = _saving(sharded.joint, saved_by_torch(sharded.joint, outputs, 0.0))
+    by_torch = saving(sharded.joint, saved_by_torch(sharded.joint, sharded.outputs, 0.0))
     saved = [k for k, u in enumerate(known.partitioned.keepables) if WAYS[_BLOCKS](u.name)]
     return {
         "checkpointed": known.scheduled(saved, 0).peak_bytes,
@@ -191,15 +187,6 @@ def measure(name: str, layers: int) -> dict[str, int]:
 
 
 _BLOCKS = "all computed again"
-
-
-def _saving(joint: fx.Graph, saved: set[str]) -> fx.Graph:
-    """Mark all for recomputation but the names in ``saved``."""
-    graph = copy_graph(joint)
-    for node in graph.nodes:
-        if node.op == "call_function" and node.name not in saved:
-            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
-    return graph
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

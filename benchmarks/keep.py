@@ -39,7 +39,7 @@ from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, matching, parser_of, write_json
+from .command import add_between, add_json, matching, parser_of, write_json
 from .graphs import CONFIGS, available, load
 from .tracing import Phase
 
@@ -59,6 +59,14 @@ class Sharded:
         }
         self.joint = joint_of(*(self.graphs[phase, False].graph for phase in phases))
         self.size_hints = CONFIGS[name].size_hints
+
+    @property
+    def outputs(self) -> int:
+        """The number of forward's outputs that backward does not read."""
+        (output,) = self.graphs["forward", False].graph.find_nodes(op="output")
+        backward = self.graphs["backward", False].graph
+        read = {n.name for n in backward.find_nodes(op="placeholder")}
+        return sum(n.name not in read for n in output.args[0])
 
     def planner(
         self,
@@ -248,9 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("python -m benchmarks.keep", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
-    parser.add_argument(
-        "--between", type=float, metavar="GB/S", help="of a rank between nodes (default: 42)"
-    )
+    add_between(parser)
     add_json(parser)
     args = parser.parse_args(arguments)
     names = available(matching(parser, MODELS, args.only))

@@ -120,9 +120,6 @@ def of_choices(name: str, layers: int) -> list[dict[str, Any]]:
     with mock.patch.object(graphs, "FakeTensorMode", return_value=mode):  # of both halves
         sharded = Sharded(name, layers)
     hints, joint = sharded.size_hints, sharded.joint
-    (output,) = sharded.graphs["forward", False].graph.find_nodes(op="output")
-    read = {n.name for n in sharded.graphs["backward", False].graph.find_nodes(op="placeholder")}
-    outputs = sum(n.name not in read for n in output.args[0])
     planner = sharded.planner(job_machine().for_backend(fuses=True), activations=True)
     low, high = planner.reference_bytes, by_hand(planner, planner.candidates).peak_bytes
     for part in (1, 2):
@@ -135,7 +132,7 @@ def of_choices(name: str, layers: int) -> list[dict[str, Any]]:
         reshard.run(gm.graph, compilation)
         (report,) = (r for r in compilation.report.rewrites if isinstance(r, KeepReport))
         inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-        halves = default_partition(gm, inputs, num_fwd_outputs=outputs)
+        halves = default_partition(gm, inputs, num_fwd_outputs=sharded.outputs)
         way = f"{part}/3, {len(report.kept)} of {len(report.units)} kept"
         found = []
         for phase, half in zip(("forward", "backward"), halves, strict=True):

@@ -47,7 +47,7 @@ from torch_ext_bucketing.planner.cost.machine import Machine, job_machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner, Outcome
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, add_number, matching, parser_of, write_json
+from .command import add_between, add_json, add_number, matching, parser_of, write_json
 from .graphs import available
 from .keep import GIB, MODELS, Sharded
 from .tracing import copy_graph
@@ -91,13 +91,13 @@ def by_hand(planner: KeepPlanner, kept: Sequence[int], parked: Sequence[int] = (
     return planner.scheduled(kept, limit, parked)
 
 
-def by_torch(sharded: Sharded, saved: set[str], machine: Machine) -> Outcome:
-    """Schedule with nothing saved but the names in ``saved``."""
-    graph = copy_graph(sharded.joint)
+def saving(joint: fx.Graph, saved: set[str]) -> fx.Graph:
+    """Mark all for recomputation but the names in ``saved``, in a copy."""
+    graph = copy_graph(joint)
     for node in graph.nodes:
         if node.op == "call_function" and node.name not in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    return by_hand(sharded.planner(machine, graph), ())
+    return graph
 
 
 def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:
@@ -114,7 +114,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure all ways on one model."""
     sharded = Sharded(name, layers)
-    graphs, joint = sharded.graphs, sharded.joint
+    joint = sharded.joint
     machine = machine or job_machine()
     smaller = None if to is None else smaller_group(joint, to)
     known = sharded.planner(machine, activations=True)
@@ -125,12 +125,9 @@ def measure(
         way: by_hand(known, [k for k in activations if is_saved(units[k].name)])
         for way, is_saved in WAYS.items()
     }
-    (output,) = graphs["forward", False].graph.find_nodes(op="output")
-    read = {n.name for n in graphs["backward", False].graph.find_nodes(op="placeholder")}
-    outputs = sum(n.name not in read for n in output.args[0])
     for budget in BUDGETS:
-        saved = saved_by_torch(joint, outputs, budget)
-        fixed_ways[f"torch's budget {budget}"] = by_torch(sharded, saved, machine)
+        graph = saving(joint, saved_by_torch(joint, sharded.outputs, budget))
+        fixed_ways[f"torch's budget {budget}"] = by_hand(sharded.planner(machine, graph), ())
     bounds = {way: fixed.peak_bytes for way, fixed in fixed_ways.items()}
     for part in PARTS if smaller is not None else ():
         way = f"chosen without --to, {part:g}"
@@ -368,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
     add_number(parser, "layers", 8, "of each model")
     add_number(parser, "to", 0, "ranks among which backward may gather; 0: none")
-    parser.add_argument("--between", type=float, help="GB/s of a rank between nodes of 8")
+    add_between(parser)
     parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="numbers of layers")
     parser.add_argument("--bounds", type=int, metavar="N", help="N single choices instead")
     add_number(parser, "host-gib", 0, "of host memory of a rank; 0: none")

@@ -31,8 +31,9 @@ from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, default_cap, run_child, run_torchs
-from .command import add_json, document_of, parser_of, write_results
+from .command import add_json, document_of, parser_of, words, write_results
 from .graphs import chosen, load
+from .tracing import copy_graph
 
 MODES: tuple[Literal["default", "custom_ops"], ...] = ("default", "custom_ops")
 SHARDS = ("viewed", "as they come")
@@ -85,12 +86,6 @@ def without_unpacking(gm: fx.GraphModule) -> list[str]:
     ]
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
-
-
 def child(way: str, name: str, cap_mb: float, layers: int | None) -> None:
     """Bucket a graph in each form and mode and print it as JSON."""
     logging.getLogger("torch._inductor.fx_passes.fsdp").setLevel(logging.WARNING)
@@ -100,7 +95,7 @@ def child(way: str, name: str, cap_mb: float, layers: int | None) -> None:
         if shards != "viewed":
             drop_views(loaded.gm)
         for mode in MODES:
-            graph = replace(loaded, gm=fx.GraphModule(loaded.gm, copied(loaded.gm.graph)))
+            graph = replace(loaded, gm=fx.GraphModule(loaded.gm, copy_graph(loaded.gm.graph)))
             nodes = graph.gm.graph.nodes
             before = sum(kind_of(n) is not None for n in nodes)
             run_torchs(graph, cap_mb, mode)
@@ -121,8 +116,7 @@ def child(way: str, name: str, cap_mb: float, layers: int | None) -> None:
 
 def compare(name: str, cap_mb: float, layers: int | None) -> list[dict[str, Any]]:
     """Compare the graphs of both torches; return rows of the table."""
-    arguments = ["--only", name, "--cap", str(cap_mb)]
-    arguments += ["--layers", str(layers)] if layers else []
+    arguments = words(only=name, cap=cap_mb, layers=layers)
     both = [run_child("benchmarks.neutrality", way, arguments) for way in ("unpatched", "unset")]
     rows = []
     for one, other in zip(*both, strict=True):

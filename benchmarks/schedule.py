@@ -42,7 +42,7 @@ import torch.fx as fx
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, parameter_groups, run_child
-from .command import add_json, add_number, parser_of, write_json
+from .command import add_between, add_json, add_number, parser_of, words, write_json
 from .graphs import Graph, chosen, load
 
 if TYPE_CHECKING:
@@ -207,11 +207,8 @@ def measure(
     by_tables: bool = False,
 ) -> dict[str, Any]:
     """Measure one row."""
-    arguments = ["--only", name, "--repeat", str(repeat)]
-    arguments += ["--cap", str(cap_mb)] if cap_mb else []
-    arguments += ["--layers", str(layers)] if layers else []
-    arguments += ["--between", str(between)] if between else []
-    arguments += ["--measured"] if by_tables else []
+    arguments = words(only=name, repeat=repeat, cap=cap_mb, layers=layers, between=between)
+    arguments += words(measured=by_tables)
     found = {way: run_child("benchmarks.schedule", way, arguments) for way in WAYS}
     row = {"graph": name, **found["ours"]}
     for key in ("step_ms", "peak_gib", "longest_run", "pass_s"):
@@ -261,12 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_number(parser, "repeat", 1, "loads per way")
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
     add_json(parser)
-    parser.add_argument(
-        "--between",
-        type=float,
-        metavar="GB/S",
-        help="of each rank between nodes of 8 H100s (default: 42)",
-    )
+    add_between(parser)
     parser.add_argument("--measured", action="store_true", help="score by tables of collectives")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         hooks.write_text(HOOKS.replace("1", "2"))
         rows += start(folder, "user's pass edited", 4, {OWN: "miss", OURS[0]: "hit"})
-        with open(folder / "torch_ext_bucketing" / "bucketing" / "caps.py", "a") as file:
+        with open(folder / "torch_ext_bucketing" / "bucketing" / "plan.py", "a") as file:
             file.write("# edited\n")
         rows += start(folder, "package edited", 4, {OURS[0]: "miss"})
         rows += start(folder, "2 ranks", 2, {OURS[0]: "miss"})
