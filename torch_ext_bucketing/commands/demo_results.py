@@ -215,15 +215,11 @@ def _heading(result: Mapping[str, Any]) -> str:
 
 
 def _hashes(result: Mapping[str, Any]) -> str:
-    runs = result["runs"]
-    names = [name for name in runs if name != "eager"]
-    rows = [["step", label("eager"), *(label(name) for name in names)]]
-    for step, reference in enumerate(result["hashes"]["eager"]):
-        row = [f"{step + 1:>4}", reference[:_HASH_DIGITS]]
-        for name in names:
-            digest = result["hashes"][name][step]
-            row.append("equal" if digest == reference else digest[:_HASH_DIGITS])
-        rows.append(row)
+    hashes = result["hashes"]
+    rows = [["step", *map(label, hashes)]]
+    for step, (reference, *others) in enumerate(zip(*hashes.values(), strict=True), 1):
+        cells = ["equal" if h == reference else h[:_HASH_DIGITS] for h in others]
+        rows.append([f"{step:>4}", reference[:_HASH_DIGITS], *cells])
     return f"sha256 of all weights after each step (first {_HASH_DIGITS} digits)\n" + columns(rows)
 
 

@@ -18,20 +18,19 @@ Of plans with nearly equal steps the one with the fewest collectives is chosen. 
 of two estimates decides nothing: latencies that are off by a tenth may outweigh it.
 
 Scheduling takes most of the time, so bounds prune the search: plans come in the order of their
-lower bounds; a plan is skipped if its bound, or the time of one group's collectives, exceeds the
-best step; an order is abandoned once it must exceed it. The sort of order that was the best so far
+lower bounds; a plan is skipped if its bound exceeds the best step; an order is abandoned once it
+must exceed it. The sort of order that was the best so far
 comes first. A plan with fewer collectives may be longer, within the difference that counts as
 equal.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -210,12 +209,9 @@ class _Search:
         self._max_run = min((run for run in runs if run is not None), default=None)
         self._other_run = _SHORT_RUN if self._max_run is None else None
         self._costs = Costs(options.machine, analysis.hints)
-        self._groups = analysis.groups
-        self._replaced = {} if options.accumulate is None else analysis.gradient_sums
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._worth = WORTH
         self._large = len(analysis.nodes) > _SMALL_GRAPH
-        self._bucket_ms: dict[tuple[fx.Node, ...], float] = {}
         self._models: dict[_Buckets, Model] = {}
         self._peaks: dict[_Buckets, _Above] = {}
         self._known: dict[tuple[_Buckets, Options | None], Scheduled | None] = {}
@@ -257,7 +253,7 @@ class _Search:
             self._above(self.plan(ladder[0], run)).far for run in runs
         ):
             ladder.insert(0, ladder[0] / 4)
-        for cap in self._best_first(ladder):
+        for cap in sorted(ladder, key=self._promise):
             self._try(cap, self._max_run)
         for cap in ladder if self._may_miss_less() else ():
             self.attempt(cap)
@@ -289,22 +285,13 @@ class _Search:
         for name, plan in others.items():
             self._try_plan(plan, None, name)
 
-    def _best_first(self, ladder: Iterable[float]) -> Iterator[float]:
-        """Yield caps by the lower bound of their steps, of equals the largest first.
+    def _promise(self, cap: float) -> tuple[float, ...]:
+        """Rank caps by the lower bound of their steps, of equals the largest first.
 
         Caps whose orders are far above a bound come last, the nearest one first.
         """
-        # The busiest group's time is a cheaper bound: a cap is only modelled when it comes first.
-        plans = {cap: self.plan(cap, self._max_run) for cap in ladder}
-        left = [(0.0, round(self._busiest_ms(p), 9), False, -cap) for cap, p in plans.items()]
-        heapq.heapify(left)
-        while left:
-            *_, known, cap = heapq.heappop(left)
-            if known:
-                yield -cap
-            else:
-                far, model = self._above(plans[-cap]).far, self._merged(plans[-cap])
-                heapq.heappush(left, (far, round(model.paths.bound_ms, 9), True, cap))
+        plan = self.plan(cap, self._max_run)
+        return self._above(plan).far, round(self._merged(plan).paths.bound_ms, 9), -cap
 
     def _move_members(self) -> None:
         """Move members between buckets of the best plan while that makes the step shorter."""
@@ -406,8 +393,6 @@ class _Search:
     def _try_plan(
         self, plan: MergePlan, max_run: int | None, name: _Name, like: Options | None = None
     ) -> None:
-        if self._busiest_ms(plan) >= self._useful_ms(plan):
-            return
         scheduled = self._scheduled(plan, like)
         if scheduled is None:
             return
@@ -425,21 +410,6 @@ class _Search:
     @cached_property
     def _unmerged_bytes(self) -> int:
         return Timeline.of(self._model).peak_bytes
-
-    def _busiest_ms(self, plan: MergePlan) -> float:
-        """Return the time of the busiest process group's collectives, a lower bound of the step."""
-        busy = dict.fromkeys(self._groups.values(), 0.0)
-        merged = {m for b in plan.buckets for m in b.members}
-        alone = ((start,) for start in self._groups if start not in merged)
-        for members in (*alone, *(b.members for b in plan.buckets)):
-            if members not in self._bucket_ms:
-                if all(m in self._replaced for m in members):
-                    ms = sum(ms for _, ms in self._costs.in_rank_order(members))
-                else:
-                    ms = self._costs.bucket(members)
-                self._bucket_ms[members] = ms
-            busy[self._groups[members[0]]] += self._bucket_ms[members]
-        return max(busy.values(), default=0.0)
 
     def _useful_ms(self, plan: MergePlan) -> float:
         """Return the longest step of a plan that may be chosen."""

@@ -10,16 +10,6 @@ It tests, on CPU ranks, code that depends on the bits of reductions over several
 
 All forms of ``reduce_scatter`` and ``all_reduce`` are simulated: gloo moves the bytes, and each
 rank adds in the order of :mod:`.sums`. Other reductions raise; everything else is gloo's.
-
-Two faults of gloo's process group abort a rank (torch 2.13, 2.15), and are worked around here:
-
-- Both threads of a ``ProcessGroupGloo`` write the name of a finished operation to one
-  ``std::string`` without a lock (``lastCompletedWorkName`` in ``ProcessGroupGloo.cpp``). Two that
-  end at once free it twice, in one of three runs of two ranks for 15 seconds. :func:`make_gloo`
-  makes groups with one thread, which runs operations in call order, as a GPU's stream does.
-- The thread frees an operation's tensors after ``wait`` returned, and needs the interpreter's lock
-  if Python has seen them. In a process that exits, that calls ``terminate``, in about one of 200
-  processes that end right after a collective. Python's exit waits for the last operation.
 """
 
 from __future__ import annotations
@@ -57,6 +47,10 @@ def make_gloo(
     store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
 ) -> dist.ProcessGroupGloo:
     """Make gloo's backend with one thread; ``ranks`` are global ranks in group order."""
+    # Both threads of a ProcessGroupGloo write the name of a finished operation to one std::string
+    # without a lock (lastCompletedWorkName in ProcessGroupGloo.cpp; torch 2.13, 2.15). Two that end
+    # at once free it twice, in one of three runs of two ranks for 15 seconds. One thread runs
+    # operations in call order, as a GPU's stream does.
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1
@@ -98,6 +92,9 @@ _all_in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
 @atexit.register
 def _wait_for_threads() -> None:
     """Delay Python's exit until no operation is in flight."""
+    # Gloo's thread frees an operation's tensors after ``wait`` returned, and needs the
+    # interpreter's lock if Python has seen them. In a process that exits, that calls ``terminate``,
+    # in about one of 200 processes that end right after a collective (torch 2.13, 2.15).
     deadline = time.monotonic() + _EXIT_S
     for flight in list(_all_in_flight):
         while not flight.is_done() and time.monotonic() < deadline:

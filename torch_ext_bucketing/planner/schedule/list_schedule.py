@@ -537,17 +537,15 @@ class ListScheduler:
         self.wanted, self.reducing = min(wanted, key=len, default=set()), bool(wanted)
 
 
-def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | None:
+def plain_schedule(model: Model) -> list[int]:
     """Return the order of the plain list schedule: of ready nodes, the longest path goes first.
 
     It knows no limit on memory, no window and no depth of prefetching, so no order of
-    :class:`ListScheduler` that is chosen may be longer, where the bounds allow this one. None: the
-    step is known to take longer than ``at_most_ms``.
+    :class:`ListScheduler` that is chosen may be longer, where the bounds allow this one.
     """
-    at_most_ms *= ROUNDING
-    tail, ms, group, start_of = model.paths.tail, model.ms, model.group, model.start_of
+    tail, group, start_of = model.paths.tail, model.group, model.start_of
     missing = [len(needs) for needs in model.dependencies.needs]
-    streams, left = Streams(model), model.paths.kernels_ms
+    streams = Streams(model)
     starts: list[tuple[float, int]] = []
     ready: list[tuple[float, int]] = []
     waiting: list[tuple[float, float, int]] = []  # by the end of their collectives
@@ -570,13 +568,6 @@ def plain_schedule(model: Model, at_most_ms: float = math.inf) -> list[int] | No
         # Starts keep no stream of kernels busy, so they launch as soon as their inputs are there.
         i = heapq.heappop(starts or ready)[1] if starts or ready else heapq.heappop(waiting)[2]
         streams.run(i)
-        if group[i] is not None:
-            end_ms = streams.end[i] + tail[i] - ms[i]
-        else:
-            end_ms = streams.begin[i] + max(left, tail[i])
-            left -= ms[i]
-        if end_ms > at_most_ms:
-            return None
         order.append(i)
         for j in model.dependencies.needed_by[i]:
             missing[j] -= 1

@@ -183,10 +183,11 @@ class _Orders:
         )
         if not self._wanted:  # no policy is for speed: the order changes only if it misses a bound
             return min(self.tries, key=lambda t: t.misses)
-        plain = plain_schedule(self._model, self._useful_ms())
-        if plain is not None:
-            timeline = Timeline.of(self._model, plain)
-            self.tries.append(_Try(_PLAIN, timeline, self._bounds.misses))
+        useful_ms = self._useful_ms() * ROUNDING
+        if useful_ms >= self._bound_ms:
+            plain = Timeline.of(self._model, plain_schedule(self._model))
+            if plain.step_ms <= useful_ms:
+                self.tries.append(_Try(_PLAIN, plain, self._bounds.misses))
         if min(t.timeline.step_ms for t in self.tries) > self._at_most_ms:
             return None
         self.tries += self._tightened()
@@ -249,7 +250,7 @@ class _Orders:
             return None
         made = ListScheduler(self._model, options, useful_ms)
         order = made.run()
-        timeline = None if order is None else Timeline.of(self._model, order)
+        timeline = None if order is None else Timeline.of(self._model, order, made.streams)
         self._passes.append((made, timeline))
         self._least.learn(made)
         if timeline is None:
@@ -419,9 +420,7 @@ class _LeastPeak:
     @cached_property
     def _plain_bytes(self) -> int:
         """The peak of the order by longest paths."""
-        order = plain_schedule(self._model)
-        assert order is not None
-        return self._model.liveness.peak(order)
+        return self._model.liveness.peak(plain_schedule(self._model))
 
     @cached_property
     def _at(self) -> int:

@@ -141,7 +141,11 @@ def _parts_of_nodes(
         elif analysis.stage == "backward" and from_forward(node):
             part[node] = "activations"
     gathers = [n for n, found in part.items() if found == "gathered" and is_collective(n)]
-    for node in _back([n for start in gathers for n in start.all_input_nodes], _fills):
+    fills = _back(
+        [n for start in gathers for n in start.all_input_nodes],
+        lambda node: is_move(node) or node.target is torch.ops.aten.copy_.default,
+    )
+    for node in fills:
         if node.op != "placeholder":
             part[node] = "buckets"
     for node in _back([n for n, _ in gradients_of(graph, fqn_of)], _keeps_gradient):
@@ -159,10 +163,6 @@ def _back(nodes: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool]) -> dict[
             found[node] = None
             stack += node.all_input_nodes if goes_on(node) else ()
     return found
-
-
-def _fills(node: fx.Node) -> bool:
-    return is_move(node) or node.target is torch.ops.aten.copy_.default
 
 
 def _keeps_gradient(node: fx.Node) -> bool:
@@ -422,8 +422,7 @@ class Drawn:
 def label(start: fx.Node, hints: SizeHints | None = None) -> str:
     """Describe a collective by kind, modules and size, or a copy by its stream and size."""
     hints = hints or SizeHints()
-    tags = [t for t in (*member_tags(start), tag_of(start)) if t is not None]
-    fqns = list(dict.fromkeys(f for t in tags for f in t.fqns))
+    fqns = list(dict.fromkeys(f for tag in member_tags(start) for f in tag.fqns))
     modules = list(dict.fromkeys(".".join(f.split(".")[:2]) for f in fqns))
     val = start.meta.get("val")
     size = "" if val is None else f" {hints(val.numel()) * val.dtype.itemsize / 2**20:.1f} MiB"

@@ -33,11 +33,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch.fx as fx
-
 from ..._source import note_sources
 from ...errors import check_count
-from ...graph.nodes import kind_of, member_tags, tag_of
+from ...graph.nodes import kind_of, member_tags
 from ...reports.base import sizes_text
 from ...reports.planner import PeakReport, PolicyReport, RunReport
 from .model import Model
@@ -302,7 +300,12 @@ class Overlap(Policy):
         uses = model.analysis.first_uses()
         nodes = model.dependencies.nodes
         gathers = {
-            i: _fqns(model.members.get(i, (nodes[i],)))
+            i: [
+                f
+                for start in model.members.get(i, (nodes[i],))
+                for tag in member_tags(start)
+                for f in tag.fqns
+            ]
             for i in uses
             if kind_of(nodes[i]) == "all_gather"
         }
@@ -320,11 +323,6 @@ class Overlap(Policy):
                 else:
                     notes.append(f"prefetch_under: {name} is used before {other} in this graph")
         return places, notes
-
-
-def _fqns(starts: Iterable[fx.Node]) -> tuple[str, ...]:
-    tags = [t for s in starts for t in (*member_tags(s), tag_of(s)) if t is not None]
-    return tuple(dict.fromkeys(f for t in tags for f in t.fqns))
 
 
 def _covers(name: str, fqns: Iterable[str]) -> bool:

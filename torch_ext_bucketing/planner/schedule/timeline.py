@@ -149,11 +149,15 @@ class Timeline:
     _model: Model = field(repr=False)
 
     @staticmethod
-    def of(model: Model, order: Sequence[int] | None = None) -> Timeline:
-        """Compute the timeline of ``order``, by default the graph's."""
-        order, streams = range(len(model)) if order is None else order, Streams(model)
-        for i in order:
-            streams.run(i)
+    def of(
+        model: Model, order: Sequence[int] | None = None, streams: Streams | None = None
+    ) -> Timeline:
+        """Compute the timeline of ``order``, by default the graph's; ``streams`` have run it."""
+        order = range(len(model)) if order is None else order
+        if streams is None:
+            streams = Streams(model)
+            for i in order:
+                streams.run(i)
         return Timeline(order, streams.begin, streams.end, streams.last_end(), model)
 
     # Most orders of a search are too long, and nobody reads more than their steps.
