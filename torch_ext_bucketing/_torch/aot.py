@@ -288,10 +288,8 @@ def is_tangent(node: fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
-def current_backward() -> int:
-    """Return the number of the ``backward()`` call that runs now; -1 outside of one."""
-    with private_torch():
-        return int(torch._C._current_graph_task_id())
+with private_torch():  # returns the number of the ``backward()`` call that runs now, or -1
+    current_backward = torch._C._current_graph_task_id
 
 
 def compile_aot(

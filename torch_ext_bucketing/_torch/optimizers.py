@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import private_torch
+
+with private_torch():
+    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+adjusted_lr: Callable[..., float] = _adjust_lr
+"""Return the learning rate that ``torch.optim.Muon`` takes for a matrix of a shape."""
+newton_schulz: Callable[..., Tensor] = _zeropower_via_newtonschulz
+"""Orthogonalize a matrix in bfloat16 as ``torch.optim.Muon`` does; may change it."""
 
 
 def make_state(
@@ -61,15 +70,6 @@ def update_scale(
     scaler.update()
 
 
-def newton_schulz(
-    matrix: Tensor, coefficients: tuple[float, ...], steps: int, eps: float
-) -> Tensor:
-    """Orthogonalize a matrix in bfloat16 as ``torch.optim.Muon`` does; may change it."""
-    with private_torch():
-        from torch.optim._muon import _zeropower_via_newtonschulz as run
-    return run(matrix, coefficients, steps, eps)  # type: ignore[arg-type,no-any-return]
-
-
 class MuonOfEach(torch.optim.Muon):
     """Muon whose ``step()`` updates each matrix of a stack by itself."""
 
@@ -88,19 +88,10 @@ def matrices_in(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [m for t in tensors for m in (t.unbind() if t.dim() == 3 else (t,))]
 
 
-def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
-    """Return the learning rate that ``torch.optim.Muon`` takes for a matrix of a shape."""
-    with private_torch():
-        from torch.optim._muon import _adjust_lr as adjust
-    return float(adjust(lr, how, shape))
-
-
 def by_dtype(gradients: Sequence[torch.Tensor]) -> list[int]:
     """Return places of gradients in the order of ``clip_grad_norm_``'s stack of norms."""
     # One group of a device and dtype after the other, in the order of a hash table.
-    with private_torch():
-        from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped
-    groups = grouped([list(gradients)], with_indices=True)
+    groups = _group_tensors_by_device_and_dtype([list(gradients)], with_indices=True)
     return [place for _, places in groups.values() for place in places]
 
 
