@@ -81,7 +81,7 @@ GONE = [
         "run_after",
         2,
     ),
-    ("torch._subclasses.fake_tensor", "FakeTensor", "symbols", ""),
+    ("torch._subclasses.fake_tensor", "FakeTensor", "aot", ""),
     (
         "torch.distributed.distributed_c10d",
         "_resolve_process_group",
