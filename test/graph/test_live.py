@@ -39,30 +39,6 @@ def test_a_value_inside_a_kernel_takes_no_memory():
     assert peaks(gm) == (FULL + ROW, FULL + 2 * FULL)
 
 
-def test_a_value_computed_in_its_readers_keeps_its_inputs():
-    def fn(x, w, places):
-        table = aten.mm(x, w)
-        rows = aten.embedding(table, places)
-        return aten.mm(aten.mm(x, w), w), rows + 1.0
-
-    gm = graph_of(fn, SQUARE, SQUARE, ((2,), torch.int64))
-    square = 4 * ROWS * ROWS
-    # Inductor computes ``rows + 1`` at the end, so the table lives as long.
-    assert peaks(gm) == (5 * square + 8 * 2, 4 * square + 8 * 2 + 4 * 2 * ROWS)
-
-
-def test_a_result_is_written_into_an_input_of_equal_size():
-    def fn(x, w):
-        return aten.mm(aten.relu(aten.mm(x, w)), w)
-
-    gm = graph_of(fn, SQUARE, SQUARE)
-    square = 4 * ROWS * ROWS
-    mm, relu, last = (n for n in gm.graph.nodes if n.op == "call_function")
-    analysis = GraphAnalysis(gm.graph, fuses=True)
-    assert analysis.liveness.own_profile == [3 * square, 3 * square, 4 * square]
-    assert [n.target for n in (mm, relu, last)] == [aten.mm.default, aten.relu.default, mm.target]
-
-
 def test_a_result_is_not_written_into_what_another_kernel_reads():
     def fn(x, w):
         first = aten.mm(x, w)
