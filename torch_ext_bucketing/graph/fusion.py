@@ -418,12 +418,15 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
 
 def is_fused(node: fx.Node) -> bool:
     """Return whether a node is part of a kernel that Inductor generates."""
-    target, is_tensor = node.target, isinstance(node.meta.get("val"), torch.Tensor)
-    if is_view(node) or not is_tensor:
-        return False
-    if target in _SCATTERS or target in _MORE_POINTWISE or is_reduction(node):
-        return True
-    return torch.Tag.pointwise in getattr(target, "tags", ())
+    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    return is_tensor and not is_view(node) and _is_fused(node.target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_fused(target: Any) -> bool:
+    tags = getattr(target, "tags", ())
+    known = target in _SCATTERS or target in _MORE_POINTWISE
+    return known or torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 
 
 def read_once(node: fx.Node) -> fx.Node | None:

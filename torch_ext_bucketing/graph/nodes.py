@@ -9,6 +9,7 @@ every member of a bucket, so tags survive all of these.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -306,10 +307,14 @@ def is_number(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Return whether ``node`` launches no kernel."""
-    target = node.target
-    if node.op != "call_function" or target in _COPIES_NOTHING:
+    return node.op != "call_function" or _is_view(node.target)
+
+
+@functools.lru_cache(maxsize=1024)  # torch reads an operator's schema, and choices ask often
+def _is_view(target: Any) -> bool:
+    if target in _COPIES_NOTHING:
         return True
-    if is_assertion(node):
+    if target in _ASSERTIONS:
         return "_assert_async" not in str(target)  # this one runs a kernel that reads the values
     if isinstance(target, torch._ops.OpOverload):
         gives_a_size = target.namespace == "aten" and target._opname.startswith("sym_")

@@ -484,9 +484,9 @@ class KeepPlanner:
             if kept and limit > more:
                 room = limit - more
                 tried = (self._fitting(room, self._ranked), frozenset[int]())
-                found = [self.scheduled(less, room, chosen.parked) for less in tried]
-                fit = [outcome for outcome in found if not outcome.above]
-                less_ms = max(0.0, fit[0].step_ms - chosen.step_ms) if fit else None
+                found = (self.scheduled(less, room, chosen.parked) for less in tried)
+                then_ms = next((one.step_ms for one in found if not one.above), None)
+                less_ms = None if then_ms is None else max(0.0, then_ms - chosen.step_ms)
             units = self._units(kept)
         named = self._keepables
         if next_ms <= 0.0:

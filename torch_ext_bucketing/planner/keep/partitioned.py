@@ -423,8 +423,8 @@ class _Split:
         kernels = fused(
             nodes, costs.result_bytes, free, lambda n: any(s in kept for s in of_node.get(n, ()))
         )
-        times = zip(nodes, costs.times(nodes, free, kernels)[0], strict=True)
-        now = {n: ms for n, ms in times if is_fused(n)}
+        within = [n for n in nodes if is_fused(n)]
+        now = dict(zip(within, costs.times(within, free, kernels)[0], strict=True))
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
         ms = [ms if view else now.get(n, ms) for n, ms, view in rows]
         live = with_fused(model.liveness, model.dependencies, of_node, kernels)
