@@ -344,8 +344,7 @@ class ModelAnalysis:
         fillers: lazy nodes that take time and need no collective, in the order of their use.
         latest: by place of a gather, when it must begin; see :func:`latest_starts`.
         live: by number, bytes live before the kernel.
-        most_in: for each power of two, by number, the most bytes live from the kernel until that
-            many kernels later.
+        most: by number, the most bytes live from the kernel until the next one.
         missing, available, ready, produced: in-degrees, lazy nodes and starts, kernels, and starts
             of computed values, before any node has run.
     """
@@ -385,12 +384,7 @@ class ModelAnalysis:
                 fillers.append(i)
         self.fillers = sorted(fillers, key=self.first_use.__getitem__)
         self.latest = self._latest_starts(model)
-        # A sparse table: the maximum between any two kernels takes two look-ups.
-        self.live, most = self._live_at_kernels(model)
-        self.most_in, half = [most], 1
-        while 2 * half <= len(kernels):
-            most, half = list(map(max, most, most[half:])), 2 * half
-            self.most_in.append(most)
+        self.live, self.most = self._live_at_kernels(model)
 
     def _sort(self, model: NodeTable) -> None:
         """Find the nodes that need no kernel, and the lazy ones."""

@@ -358,13 +358,7 @@ class ListScheduler:
     def _growth(self, number: int) -> int:
         """Return how much live bytes grow until kernel ``number``, in the order of the graph."""
         head, analysis = self.head, self.analysis
-        if number <= head:
-            return 0
-        level = (number - head).bit_length() - 1
-        most = analysis.most_in[level]
-        # Two overlapping ranges of a power of two cover the kernels between the two.
-        one, other = most[head], most[number - (1 << level)]
-        return (one if one > other else other) - analysis.live[head]
+        return max(analysis.most[head:number]) - analysis.live[head] if number > head else 0
 
     # --- the next kernel -------------------------------------------------------------------------
 
