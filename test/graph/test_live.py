@@ -57,6 +57,18 @@ def test_the_buffers_to_write_into_are_in_the_order_of_reads():
     assert [n.name for n in buffers] == [f"arg{i}_1" for i in range(6, -1, -1)]
 
 
+def test_a_kernel_allocates_all_its_results_where_it_runs():
+    def fn(x, w):
+        first, second = aten.mm(x, w), aten.mm(w, x)
+        early = aten.mm(aten.mul(first, second), w)
+        return early, aten.mm(aten.add(first, second), w)
+
+    profile = GraphAnalysis(graph_of(fn, SQUARE, SQUARE).graph, fuses=True).liveness.own_profile
+    square = 4 * ROWS * ROWS
+    # One kernel writes the product and the sum.
+    assert profile == [n * square for n in (3, 4, 6, 5, 4, 5)]
+
+
 def block(x, w1, w2, w3):
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     h = x + torch.nn.functional.silu(normed @ w1) * (normed @ w2) @ w3

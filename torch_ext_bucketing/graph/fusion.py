@@ -97,6 +97,8 @@ class Fused:
     # By one node of each kernel, the buffers that the kernel reads. The node is the first one that
     # has all of them before it.
     reads: dict[fx.Node, dict[fx.Node, None]] = field(default_factory=dict)
+    # By node that a kernel writes, the node where the kernel runs, if that is earlier.
+    runs_at: dict[fx.Node, fx.Node] = field(default_factory=dict)
     # By node that a kernel writes, buffers of the same size that it may write it into, as each
     # element is read for the same element alone.
     reused: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
@@ -179,6 +181,8 @@ class _Walk:
             together = sorted(members[number], key=place.__getitem__)
             first = next((n for n in together if place[n] > ready), together[-1])
             result.reads.setdefault(first, {}).update(dict.fromkeys(mine))
+            later = together[together.index(first) + 1 :]
+            result.runs_at.update(dict.fromkeys(later, first))
         for number, node, reads in self._joined:
             if node in result.within:
                 continue

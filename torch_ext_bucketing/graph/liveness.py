@@ -132,6 +132,7 @@ def with_fused(
     - A result that no other kernel reads takes no bytes.
     - A kernel's inputs are live until it has run. A value computed inside its readers so leaves its
       own inputs live for them. A view runs no kernel.
+    - A kernel allocates all its results where it runs.
     - A buffer that a kernel reads last, in any order, holds a result of equal size.
     """
     at_start = {s for touched in live.touches for s in touched}
@@ -162,6 +163,12 @@ def with_fused(
         touches.append(mine)
         for s in mine:
             touched_by.setdefault(s, []).append(i)
+    allocates = list(live.allocates)
+    runs_at = {n: first for n, first in kernels.runs_at.items() if n in row and first in row}
+    for node, first in runs_at.items():
+        new, at = allocates[row[node]], row[first]
+        allocates[row[node]], allocates[at] = (), (*allocates[at], *new)
+        touches[at] = tuple(dict.fromkeys((*touches[at], *new)))
     instead: dict[int, int] = {}  # storage -> the one that holds its bytes
     free = {s for s in there if s not in live.kept and s not in at_start}
     for node, buffers in kernels.reused.items():
@@ -176,7 +183,7 @@ def with_fused(
             first = instead.get(s, s)
             if s not in free or s == mine[0] or size[first] != size[mine[0]]:
                 continue
-            if dependencies.runs_after(row[node], touched_by[s]):
+            if dependencies.runs_after(row[runs_at.get(node, node)], touched_by[s]):
                 instead[mine[0]] = first
                 size[mine[0]] = 0
                 free.discard(s)
@@ -186,7 +193,7 @@ def with_fused(
         for i, mine in enumerate(touches):
             more = [instead[s] for s in mine if s in instead]
             touches[i] = tuple(dict.fromkeys((*mine, *more))) if more else mine
-    return Storages(size, live.allocates, touches, live.kept, live.at_start, live.of_node)
+    return Storages(size, allocates, touches, live.kept, live.at_start, live.of_node)
 
 
 def with_packed(
