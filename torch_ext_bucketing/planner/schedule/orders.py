@@ -385,11 +385,9 @@ class _LeastPeak:
     The bound is out of reach where any order has the peak of the graph's at the same node
     (:meth:`.Model.least_bytes_at`), or where the peak of three orders is of one size and at one
     node: in the graph's order, in one with overtaking, and in one without, whose gathers are at
-    their use. All three take kernels in the order of the graph where they can, so the order by
-    longest paths may not have a lower peak either.
+    their use.
 
-    ``nbytes`` is the peak, 0 while orders with lower ones may be found; ``misses`` is its excess
-    over the bound, relative to the bound.
+    ``nbytes`` is the peak, 0 while lower ones may be found; ``misses``: see :class:`Bounds`.
     """
 
     def __init__(self, model: Model, given: Timeline, bound: int, known: int = 0) -> None:
@@ -411,6 +409,8 @@ class _LeastPeak:
         if self._bound < made.peak_bytes == given.peak_bytes and made.peak_at == self._at:
             lean = not (options.window or options.depth)
             self._shown.update({lean} if lean or options.window else ())
+        # All three take kernels in the order of the graph where memory is short, so the order by
+        # longest paths may not have a lower peak either.
         if len(self._shown) == 2 and not self.nbytes and self._plain_bytes >= given.peak_bytes:
             self._set(given.peak_bytes)
 
