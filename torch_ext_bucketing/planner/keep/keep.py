@@ -248,12 +248,15 @@ class KeepPlanner:
         others = [self._fitting(limit, ranked, least, len(ranked))]
         others += [self._fitting(room, ranked, least) for room in rooms]
         schedule(map(self._distinct, others), most - len(seen))
-
-        # An order may need less memory than the graph's, unless choices have missed the bound so.
-        kept_it = not min(seen.values()).above
-        missed = kept_it and any(one.above for one in seen.values() if one.kept)
-        most_bytes = limit + (0 if missed else self._largest)
-
+        missed = [one for one in seen.values() if one.kept and one.above]
+        if missed:  # shrink the fastest by what it misses, in the order of the graph
+            over = min(missed, key=lambda one: one.step_ms)
+            room = self._held.peak_bytes(over.kept) - over.above
+            schedule([self._distinct(self._fitting(room, ranked, least))], most - len(seen))
+        # An order may need less memory than the graph's. If choices missed the bound, it may need
+        # as much less as those that kept the bound show.
+        held = [self._held.peak_bytes(one.kept) for one in seen.values() if not one.above]
+        most_bytes = max([limit, *held]) if missed else limit + self._largest
         # A ranking of whole gathers has no parts of them.
         everything = dict.fromkeys((*ranked, *self._ranked))
 
@@ -266,13 +269,9 @@ class KeepPlanner:
     def _fills(
         self, limit: int, gathers: Sequence[int], least: _Set
     ) -> Iterator[tuple[_Set, tuple[float, int], Sequence[int]]]:
-        """Yield fills of the bound, with their estimates and rankings.
-
-        The rankings differ in the number of gathers before the first activation.
-
-        Backward is the shortest where its gathers take as long as its kernels: numbers close to the
-        best one so far are tried, at half the distance each time.
-        """
+        """Yield fills with more or fewer gathers before activations, estimates and rankings."""
+        # Backward is the shortest where its gathers take as long as its kernels: numbers close to
+        # the best one so far are tried, at half the distance each time.
         most, known = len(gathers) if self._others else 0, dict[int, tuple[float, int]]()
         step = -(-most // _SHARES) or 1
         numbers: Iterable[int] = range(most, -step, -step)
