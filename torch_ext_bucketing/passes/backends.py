@@ -54,44 +54,6 @@ from .cache_key import code_of_fields, describe, digest, log_no_uuid
 from .pipeline import Pipeline
 from .recompute_check import RecomputeCheck
 
-
-def pin_order(graph: fx.Graph) -> int:
-    """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
-    packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
-    wanted: dict[fx.Node, list[fx.Node]] = {}
-    pinned: list[fx.Node] = []
-    after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
-    for node in graph.nodes:
-        # A bucket is packed part by part, so each part counts.
-        last = min if node in packs else max
-        # A number, such as a size, needs no kernel of the node that it is read from.
-        after[node] = (
-            0 if is_number(node) else last(map(after.__getitem__, node.all_input_nodes), default=0)
-        )
-        starts = is_collective(node) or host_stream(node) is not None
-        in_order = starts or launched_by(node) is not None or is_compute(node)
-        if (in_order or node in packs) and after[node] < len(pinned):
-            wanted[node] = pinned[-1:]
-            after[node] = len(pinned)
-        if in_order:
-            pinned.append(node)
-            after[node] = len(pinned)
-    run_after(graph, wanted)
-    return len(wanted)
-
-
-def _pack(start: fx.Node) -> fx.Node | None:
-    """Find the ``cat`` that packs the buffer of a collective and of nothing else."""
-    node = start
-    while node is start or is_view(node):
-        if not node.all_input_nodes:
-            return None
-        node = node.all_input_nodes[0]
-        if len(node.users) > 1:
-            return None
-    return node if node.target == torch.ops.aten.cat.default else None
-
-
 log = logging.getLogger("torch_ext_bucketing")
 
 # Hides gathers of 5 to 7 ms under the products of about three transformer layers (AutoParallel PR
@@ -356,6 +318,43 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
             launches.stage,
             ", ".join(named),
         )
+
+
+def pin_order(graph: fx.Graph) -> int:
+    """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
+    packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
+    wanted: dict[fx.Node, list[fx.Node]] = {}
+    pinned: list[fx.Node] = []
+    after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
+    for node in graph.nodes:
+        # A bucket is packed part by part, so each part counts.
+        last = min if node in packs else max
+        # A number, such as a size, needs no kernel of the node that it is read from.
+        after[node] = (
+            0 if is_number(node) else last(map(after.__getitem__, node.all_input_nodes), default=0)
+        )
+        starts = is_collective(node) or host_stream(node) is not None
+        in_order = starts or launched_by(node) is not None or is_compute(node)
+        if (in_order or node in packs) and after[node] < len(pinned):
+            wanted[node] = pinned[-1:]
+            after[node] = len(pinned)
+        if in_order:
+            pinned.append(node)
+            after[node] = len(pinned)
+    run_after(graph, wanted)
+    return len(wanted)
+
+
+def _pack(start: fx.Node) -> fx.Node | None:
+    """Find the ``cat`` that packs the buffer of a collective and of nothing else."""
+    node = start
+    while node is start or is_view(node):
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+        if len(node.users) > 1:
+            return None
+    return node if node.target == torch.ops.aten.cat.default else None
 
 
 def backend(

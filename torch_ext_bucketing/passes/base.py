@@ -35,6 +35,8 @@ from ..graph.sizes import GivenHints, SizeHints
 from ..reports.compile import CompileReport, GraphReport, PassTime, RewriteReport
 from .cache_key import code_of_fields, key_of
 
+log = logging.getLogger("torch_ext_bucketing")
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -187,8 +189,6 @@ class Compilation:
             self.report.warnings.append(text)
             warnings.warn(text, UncoveredParametersWarning, stacklevel=2)
 
-
-log = logging.getLogger("torch_ext_bucketing")
 
 Stage = Literal["joint", "forward_backward"]
 
