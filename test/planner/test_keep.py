@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from benchmarks.memory import Sharded
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
@@ -44,7 +45,7 @@ from torch_ext_bucketing.passes.reshard_to import (
 )
 from torch_ext_bucketing.planner import step_memory
 from torch_ext_bucketing.planner.cost.cost import Costs
-from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.planner.cost.machine import H100, job_machine
 from torch_ext_bucketing.planner.keep.held import HeldUnits
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.keepables import unit_name
@@ -543,6 +544,17 @@ def test_the_choice_does_not_depend_on_depth(two_ranks):
             gains[layers, share] = 1 - chosen.step_ms / nothing.step_ms
     for share in (0.25, 0.5):
         assert gains[160, share] > 0.95 * gains[16, share] > 0.05
+
+
+def test_a_choice_may_fit_in_an_order_of_its_own_alone():
+    """A choice above the bound in the graph's order may keep the bound in an order of its own."""
+    planner = Sharded("llama3_405b_fsdp512", 4).planner(job_machine(), activations=True)
+    least = planner.choose(0).peak_bytes
+    most = planner.scheduled(planner.candidates, 2**62).peak_bytes
+    limit = least + (most - least) // 4
+    chosen = planner.choose(limit)
+    assert not chosen.above
+    assert planner._held.peak_bytes(chosen.kept) > limit
 
 
 @pytest.mark.parametrize(("seed", "share"), [(1, 0.5), (4, 0.5), (9, 0.3)])

@@ -19,9 +19,8 @@ of two estimates decides nothing: latencies that are off by a tenth may outweigh
 
 Scheduling takes most of the time, so bounds prune the search: plans come in the order of their
 lower bounds; a plan is skipped if its bound exceeds the best step; an order is abandoned once it
-must exceed it. The sort of order that was the best so far
-comes first. A plan with fewer collectives may be longer, within the difference that counts as
-equal.
+must exceed it. The sort of order that was the best so far comes first. A plan with fewer
+collectives may be longer, within the difference that counts as equal.
 """
 
 from __future__ import annotations
