@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from benchmarks.memory import Sharded
+from benchmarks.parallel import end_world
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.bucketing.plan import ByUnit
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
@@ -548,11 +549,14 @@ def test_the_choice_does_not_depend_on_depth(two_ranks):
 
 def test_a_choice_may_fit_in_an_order_of_its_own_alone():
     """A choice above the bound in the graph's order may keep the bound in an order of its own."""
-    planner = Sharded("llama3_405b_fsdp512", 4).planner(job_machine(), activations=True)
-    least = planner.choose(0).peak_bytes
-    most = planner.scheduled(planner.candidates, 2**62).peak_bytes
-    limit = least + (most - least) // 4
-    chosen = planner.choose(limit)
+    try:
+        planner = Sharded("llama3_405b_fsdp512", 4).planner(job_machine(), activations=True)
+        least = planner.choose(0).peak_bytes
+        most = planner.scheduled(planner.candidates, 2**62).peak_bytes
+        limit = least + (most - least) // 4
+        chosen = planner.choose(limit)
+    finally:
+        end_world()
     assert not chosen.above
     assert planner._held.peak_bytes(chosen.kept) > limit
 
