@@ -127,7 +127,8 @@ def series_folder() -> Path:
 
 
 def patches_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.patch"))
+    """List the patches of a series, or of one pull request, in order."""
+    return sorted(folder.rglob("*.patch"))
 
 
 def touched(folder: Path) -> list[str]:

@@ -67,7 +67,7 @@ def test_the_same_settings_hit_in_a_new_process_and_others_miss(warm, cold):
 
 @needs_unpatched_torch
 def test_an_edited_patch_series_misses(checkout, cold):
-    patches = sorted((checkout.folder / "torch_patches" / MINOR).glob("0*.patch"))
+    patches = sorted((checkout.folder / "torch_patches" / MINOR).rglob("0*.patch"))
     original = {patch: patch.read_text() for patch in patches}
     added = re.compile(r"^diff --git a/torch/(?:(?!\ndiff ).)*?\n\+( +# \w[^\n]*)", re.M | re.S)
     comment = next(found[1] for text in original.values() if (found := added.search(text)))
@@ -82,13 +82,13 @@ def test_an_edited_patch_series_misses(checkout, cold):
     assert now["codes"] == cold["config"]["codes"]
 
 
-def test_keys_are_alike_on_all_ranks_of_a_mesh():
-    """Group names differ between ranks, and would in the entries; descriptions don't."""
+def test_keys_are_alike_on_ranks_with_the_same_groups():
+    """Group names differ between ranks; with a filter of groups they are in the key."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return reduce_scatter(all_gather(x, dist.group.WORLD), dist.group.WORLD)
 
-    keys: dict[str, set[str]] = {"unset": set(), "set": set(), "by name": set()}
+    keys: dict[str, set[str]] = {"unset": set(), "set": set(), "filter": set()}
     for rank in range(4):
         with fake_group(4, rank):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -97,12 +97,13 @@ def test_keys_are_alike_on_all_ranks_of_a_mesh():
             entries = {PAYLOAD_ORDER: "fsdp_payload_order", MAX_BETWEEN: 8}
             settings: dict[str, dict[str, Any]] = {
                 "unset": {},
-                "set": {**entries, GROUP_FILTER: [shards.group_desc]},
-                "by name": {**entries, GROUP_FILTER: [shards.group_name]},
+                "set": entries,
+                "filter": {GROUP_FILTER: [shards.group_desc]},
             }
             for name, setting in settings.items():
                 with config.patch({**setting, "bucket_all_gathers_fx": "fsdp"}):
                     keys[name].add(compiled_fx_graph_hash(gm, [], {}, [])[0])
     assert len(keys["unset"]) == len(keys["set"]) == 1
     assert keys["unset"] != keys["set"]
-    assert len(keys["by name"]) == 2
+    # A rank's own shard group has one of two names, and its replicas' one of two others.
+    assert len(keys["filter"]) == 4

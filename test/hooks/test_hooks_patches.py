@@ -184,7 +184,7 @@ def test_the_series_are_read_whole(series) -> None:
     """As many lines are added and removed as the files have."""
     parsed = sum(len(h.after) - len(h.before) for _, hunks in series.diffs for h in hunks)
     counted = 0
-    for patch in sorted(series.folder.glob("000[1-9]-*.patch")):
+    for patch in sorted(series.folder.rglob("000[1-9]-*.patch")):
         for diff in patch.read_text().split("\ndiff --git a/torch/")[1:]:
             lines = diff.split("\ndiff --git ")[0].split("\n-- \n")[0].split("\n")
             counted += sum(

@@ -1,6 +1,7 @@
 """The patch series as it would be submitted: ``git am`` on a clean torch, commit by commit."""
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -26,21 +27,26 @@ from patching_trees import (
     touched,
 )
 
+from torch_ext_bucketing.hooks.series import list_series
+
 pytestmark = [pytest.mark.hooks, pytest.mark.long]
 
-TEST_FILE = "test/distributed/test_fx_bucketing.py"
+TEST_FILES = ("test/distributed/test_fx_bucketing.py", "test/distributed/test_fsdp_bucketing.py")
 ENTRIES = ("bucket_payload_order_key", "fsdp_group_filter", "bucket_max_collectives_between")
 
-# The newest series goes upstream: fixes of faults come first, with a move that one of them needs,
-# then one commit per entry. Older series are one commit, and have their tests from the newest.
-COMMITS = {"2.15": 7, "2.13": 1}
+# The newest series goes upstream as pull requests, one folder each; the first three are of fixes,
+# the others add an entry each. Named are those that a pull request needs. Older series are one
+# commit, and have their tests from the newest.
+PULL_REQUESTS = {"A": "", "B": "", "C": "A", "D": "AC", "E": "B", "F": "ACD"}
+COMMITS = {"2.15": 8, "2.13": 1}
 NEWEST = SERIES[-1]
+FOLDERS = sorted(folder for folder in NEWEST.iterdir() if folder.is_dir())
 on_newest = pytest.mark.skipif(series_folder() != NEWEST, reason="for the series to submit")
 
 
 def test_every_series_has_its_fixes_and_its_entries():
     assert (PATCHES / "MAINTAINING.md").is_file()
-    assert (NEWEST / "COVER_LETTER.md").is_file()
+    assert [f.name[:2] for f in FOLDERS] == [f"{letter}-" for letter in PULL_REQUESTS]
     assert [f.name for f in reversed(SERIES)] == list(COMMITS)
     for folder in SERIES:
         patches = patches_of(folder)
@@ -49,11 +55,23 @@ def test_every_series_has_its_fixes_and_its_entries():
         added = [[e for e in ENTRIES if f"+    {e}:" in text] for text in texts]
         assert sorted(e for entries in added for e in entries) == sorted(ENTRIES), folder
         assert max(map(len, added)) == (1 if folder == NEWEST else len(ENTRIES)), folder
-        for number, text in enumerate(texts, 1):
+        for patch, text in zip(patches, texts, strict=True):
             # What `git format-patch -n --zero-commit --no-signature` writes, and `git am` reads.
-            assert text.startswith(f"From {'0' * 40} "), (folder, number)
-            assert f"Subject: [PATCH {number}/{len(patches)}] [inductor] " in text, (folder, number)
-            assert not re.search(r"^\+.*[ \t]$", text, re.MULTILINE), (folder, number)
+            assert text.startswith(f"From {'0' * 40} "), patch
+            commits = patches_of(patch.parent)
+            number = f"{commits.index(patch) + 1}/{len(commits)}"
+            assert f"Subject: [PATCH {number}] [inductor] " in text, patch
+            assert not re.search(r"^\+.*[ \t]$", text, re.MULTILINE), patch
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_pull_request_has_a_text_of_its_own(folder: Path):
+    text = (folder / "PULL_REQUEST.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 40
+    for heading in ("Problem", "Change", "Test plan"):
+        assert f"\n## {heading}\n" in text
+    needed = "".join(re.findall(r"\b([A-F])\b", text.split("\n## ")[0].partition("Needs")[2]))
+    assert needed == PULL_REQUESTS[folder.name[0]]
 
 
 def changed_lines(patch: Path) -> tuple[int, int]:
@@ -74,15 +92,18 @@ def test_the_readme_says_how_large_each_commit_is():
     assert re.findall(r"\| (\+\d+ -\d+) \|", text) == sizes
 
 
+LINES = 217
+
+
 def test_the_newest_series_is_small():
     """Count the lines of torch that it adds, without those moved line by line."""
     newest = [patch for patch in patches_of(NEWEST) if "-Move-" not in patch.name]
-    assert sum(changed_lines(patch)[0] for patch in newest) <= 150
+    assert sum(changed_lines(patch)[0] for patch in newest) <= LINES
 
 
 def number_of_tests(path: Path) -> int:
     number = len(re.findall(r"^    def test_", path.read_text(encoding="utf-8"), re.MULTILINE))
-    assert number > 1
+    assert number
     return number
 
 
@@ -98,8 +119,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @on_newest
 @needs_unpatched_torch
 def test_git_writes_the_same_series_again(repository: Path, tmp_path: Path):
-    arguments = ("--quiet", "--zero-commit", "--no-signature", "--output-directory", str(tmp_path))
-    git(repository, "format-patch", *arguments, "original")
+    arguments = ("--quiet", "--numbered", "--zero-commit", "--no-signature")
+    first = 0
+    for folder in FOLDERS:
+        last = first + len(patches_of(folder))
+        commits = f"{f'commit-{first}' if first else 'original'}..commit-{last}"
+        # Little context lets it be applied without those that lie between.
+        context = ["-U1"] if folder.name[0] == "E" else []
+        out = str(tmp_path / folder.name)
+        git(repository, "format-patch", *arguments, *context, "--output-directory", out, commits)
+        first = last
     for ours, theirs in zip(patches_of(series_folder()), patches_of(tmp_path), strict=True):
         assert ours.name == theirs.name
         # All but the length of abbreviated hashes, which is git's to choose.
@@ -107,12 +136,26 @@ def test_git_writes_the_same_series_again(repository: Path, tmp_path: Path):
         assert texts[0] == texts[1]
 
 
+@pytest.mark.torch
+@on_newest
+@needs_unpatched_torch
+@pytest.mark.parametrize("name", PULL_REQUESTS)
+def test_a_pull_request_applies_on_those_that_it_names(repository: Path, name: str):
+    git(repository, "checkout", "--quiet", "--detach", "original")
+    for folder in FOLDERS:
+        if folder.name[0] in PULL_REQUESTS[name] + name:
+            git(repository, "am", "--keep-non-patch", *map(str, patches_of(folder)))
+    changed = git(repository, "diff", "--name-only", "original", "--", "torch").split()
+    for path in changed:
+        compile((repository / path).read_text(), path, "exec")
+
+
 # Forks a child for each commit, as importing torch takes as long as what is asked here. A child's
 # output goes to a file beside the commit's.
 EACH_COMMIT = """
 import importlib, json, os, runpy, shutil, sys, traceback
 import expecttest, numpy, sympy, torch
-folder, test, names, touched, *commits = sys.argv[1:]
+folder, tests, names, touched, *commits = sys.argv[1:]
 assert torch.__file__.startswith(folder), torch.__file__
 assert not any(name.startswith("torch._inductor") for name in sys.modules)
 
@@ -123,8 +166,15 @@ def import_and_test():
     found = [e for e in ENTRIES if hasattr(entries, e)]
     print(json.dumps([[m.__file__ for m in modules], found]), flush=True)
     assert "torch_ext_bucketing" not in sys.modules
-    sys.argv = [test]
-    runpy.run_path(test, run_name="__main__")
+    from torch.testing._internal import common_utils
+    cases = {}
+    for test in json.loads(tests):
+        if os.path.exists(test):
+            found = runpy.run_path(test, run_name="tests")
+            cases |= {k: v for k, v in found.items() if k.startswith("Test") and k != "TestCase"}
+    vars(sys.modules["__main__"]).update(cases)
+    sys.argv = ["tests", *cases]
+    common_utils.run_tests()
 
 for commit in commits:
     for path in json.loads(touched):
@@ -169,7 +219,8 @@ def tested(repository: Path) -> tuple[LinkedTorch, list[str]]:
     modules = [p.removesuffix(".py").replace("/", ".") for p in touched(series_folder())]
     modules = [m for m in modules if m.startswith("torch.")]
     code = EACH_COMMIT.replace("ENTRIES", repr(ENTRIES))
-    given = (str(torch.folder / TEST_FILE), json.dumps(modules), json.dumps(paths))
+    tests = json.dumps([str(torch.folder / test) for test in TEST_FILES])
+    given = (tests, json.dumps(modules), json.dumps(paths))
     torch.run("-c", code, str(torch.folder), *given, *map(str, commits))
     return torch, [Path(f"{folder}.log").read_text() for folder in commits]
 
@@ -194,8 +245,9 @@ def test_each_commit_imports_and_passes_its_tests(
             for p in patches_of(series_folder())[:number]
         )
     )
-    test = repository.parent / f"commit-{number}" / TEST_FILE
-    assert f"Ran {number_of_tests(test)} tests" in printed, printed[-400:]
+    tests = [repository.parent / f"commit-{number}" / test for test in TEST_FILES]
+    ran = sum(number_of_tests(test) for test in tests if test.is_file())
+    assert f"Ran {ran} tests" in printed, printed[-400:]
     assert "skipped" not in printed
 
 
@@ -207,14 +259,45 @@ def test_a_torch_with_the_series_in_its_files_has_the_hooks(repository: Path, tm
     assert "True Status(state='native'" in torch.run("-c", code, paths=(ROOT,))
 
 
+@pytest.mark.torch
+@needs_unpatched_torch
+def test_install_adds_the_pull_requests_that_torch_does_not_have(repository: Path):
+    """Upstream may have merged the first ones, or others that need none of those left."""
+    (used,) = (s for s in list_series() if s.folder == series_folder())
+
+    def files_at(commit: str) -> dict[str, bytes]:
+        git(repository, "checkout", "--quiet", commit)
+        paths = [p for p in touched(series_folder()) if p.startswith("torch/")]
+        return {path: (repository / path).read_bytes() for path in paths}
+
+    whole = files_at(f"commit-{LAST}")
+    assert used.apply(files_at("original").get) == whole
+    sizes = [len(patches_of(folder)) for folder in FOLDERS] if LAST > 1 else [LAST]
+    for number in itertools.accumulate(sizes):
+        merged = files_at(f"commit-{number}")
+        # Others have changed these files since.
+        path = "torch/_inductor/fx_passes/bucketing.py"
+        merged[path] = b"# A line that is new upstream\n" + merged[path]
+        served = used.apply(merged.get)
+        assert served == {**whole, path: b"# A line that is new upstream\n" + whole[path]}, number
+    if LAST > 1:
+        git(repository, "checkout", "--quiet", "--detach", "original")
+        git(repository, "am", "--keep-non-patch", *map(str, patches_of(FOLDERS[1])))
+        git(repository, "tag", "alone")
+        assert used.apply(files_at("alone").get) == whole
+
+
 IN_MEMORY = """
 import runpy, sys, types, torch_ext_bucketing as teb
 teb.hooks.install()
 from torch.testing._internal import common_utils
 if not hasattr(common_utils, "HardwareClassification"):  # before 2.15
     common_utils.HardwareClassification = types.SimpleNamespace(GENERIC=None)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
+cases = {}
+for test in sys.argv.pop(1).split(":"):
+    cases |= {k: v for k, v in runpy.run_path(test, run_name="tests").items() if k.startswith("Test")}
+vars(sys.modules["__main__"]).update(cases)
+common_utils.run_tests()
 """
 
 
@@ -222,12 +305,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_tests_pass_with_the_hooks_in_memory(tmp_path: Path):
     """Run the newest series' tests on the modules that this package serves from memory."""
     for patch in patches_of(NEWEST):
-        git(tmp_path, "apply", "--include", TEST_FILE, str(patch))
-    test = tmp_path / TEST_FILE
-    classes = dict(re.findall(r"(?ms)^class (Test\w+)\((.*?)(?=^class |\Z)", test.read_text()))
+        git(tmp_path, "apply", "--include", "test/*", str(patch))
+    tests = [tmp_path / test for test in TEST_FILES]
+    text = "".join(test.read_text() for test in tests)
+    classes = dict(re.findall(r"(?ms)^class (Test\w+)\((.*?)(?=^class |\Z)", text))
     if series_folder() != NEWEST:
         del classes["TestUnpacking"]  # of a fault that older versions don't have
-    said = run_python("", ROOT, args=("-c", IN_MEMORY, str(test), *classes)).stderr
+    arguments = ("-c", IN_MEMORY, ":".join(map(str, tests)), *classes)
+    said = run_python("", ROOT, args=arguments).stderr
     number = sum(text.count("    def test_") for text in classes.values())
     assert f"Ran {number} tests" in said, said[-400:]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .._exports import lazy_exports
 from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
+from .groups import group_descs
 from .series import HOOK_ENTRIES, Status, install, status
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "PatchDoesNotApplyError",
     "Status",
     "TagParameters",
+    "group_descs",
     "install",
     "status",
 ]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import HooksError, PatchDoesNotApplyError
 
-_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _FILE = re.compile(rb"diff --git a/([^\n]+) b/\1\n?")
 _NOT_TEXT = re.compile(rb"(new|deleted) file|(old|new) mode|rename|copy|GIT binary|Binary files")
 
@@ -24,11 +24,12 @@ class Hunk:
     """One ``@@`` block; lines keep their line ends.
 
     ``before`` has context and removed lines, the first with number ``start``, from 1, in the old
-    file; ``after`` has context and added lines.
+    file; ``after`` has context and added lines, the first with number ``new_start`` in the new one.
     """
 
     header: str
     start: int
+    new_start: int
     before: list[bytes]
     after: list[bytes]
     trailing_context: int = 0
@@ -61,8 +62,8 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
             head = _HUNK.match(line)
             if head is None:
                 raise fail("malformed hunk header")
-            old, new = (int(count or 1) for count in head.group(2, 3))
-            hunk = Hunk(head[0].decode(), int(head[1]), [], [])
+            old, new = (int(count or 1) for count in head.group(2, 4))
+            hunk = Hunk(head[0].decode(), int(head[1]), int(head[3]), [], [])
             diffs[-1][1].append(hunk)
             at += 1
             while old > 0 or new > 0:
@@ -95,6 +96,20 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
             raise fail(f"{line.strip().decode('utf-8', 'replace')!r} is not supported")
         at += 1
     return [diff for diff in diffs if diff[0].startswith("torch/")]
+
+
+def reverse(diffs: Iterable[FileDiff]) -> list[FileDiff]:
+    """Return the diffs that undo these."""
+    return [
+        (
+            path,
+            [
+                replace(h, start=h.new_start, new_start=h.start, before=h.after, after=h.before)
+                for h in hunks
+            ],
+        )
+        for path, hunks in reversed(list(diffs))
+    ]
 
 
 def apply_patches(

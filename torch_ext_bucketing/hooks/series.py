@@ -13,6 +13,7 @@ Inductor's compile workers need no call: they compile the sources of kernels and
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import hashlib
 import importlib.abc
@@ -23,15 +24,15 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Literal
 
-from ..errors import HooksError, ImportedTooEarlyError
-from .patches import FileDiff, apply_patches, parse_patch, split_lines
+from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
+from .patches import FileDiff, apply_patches, parse_patch, reverse, split_lines
 
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
 CONFIG_PATH = "torch/_inductor/config.py"
@@ -50,7 +51,7 @@ def _minor(version: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Series:
-    """The patches for one torch minor version, in order."""
+    """The patches for one torch minor version, in order; those of one folder are a pull request."""
 
     folder: Path
 
@@ -59,16 +60,37 @@ class Series:
         return self.folder.name
 
     @cached_property
+    def pull_requests(self) -> tuple[tuple[FileDiff, ...], ...]:
+        """Parse the changes to ``torch/`` of each pull request, in order."""
+        # 0000 is a cover letter, which has no diff.
+        paths = sorted(self.folder.rglob("[0-9][0-9][0-9][0-9]-*.patch"))
+        diffs: dict[Path, tuple[FileDiff, ...]] = {}
+        for path in paths:
+            if not path.name.startswith("0000"):
+                name = path.relative_to(self.folder.parent).as_posix()
+                parsed = parse_patch(name, path.read_bytes())
+                diffs[path.parent] = (*diffs.get(path.parent, ()), *parsed)
+        return tuple(diffs.values())
+
+    @property
     def diffs(self) -> tuple[FileDiff, ...]:
-        """Parse the changes to ``torch/`` of all patches, in order."""
-        # 0000 is the cover letter, which has no diff.
-        paths = sorted(self.folder.glob("[0-9][0-9][0-9][0-9]-*.patch"))
-        patches = [p for p in paths if not p.name.startswith("0000")]
-        return tuple(
-            diff
-            for patch in patches
-            for diff in parse_patch(f"{self.name}/{patch.name}", patch.read_bytes())
-        )
+        return tuple(diff for diffs in self.pull_requests for diff in diffs)
+
+    def apply(self, read: Callable[[str], bytes | None]) -> dict[str, bytes]:
+        """Return the patched sources by path; see :func:`.apply_patches` for ``read``.
+
+        Torch's files may have some of the pull requests already, such as the first ones, which
+        were merged upstream: these are undone, the last one first, and applied with the others.
+        """
+        undone: dict[str, bytes] = {}
+
+        def read_undone(path: str) -> bytes | None:
+            return undone.get(path, read(path))
+
+        for diffs in reversed(self.pull_requests):
+            with contextlib.suppress(PatchDoesNotApplyError):
+                undone |= apply_patches(reverse(diffs), read_undone)
+        return apply_patches(self.diffs, read_undone)
 
 
 def find_patches_dir() -> Path:
@@ -235,7 +257,7 @@ def _install(tree: TorchTree) -> Status:
             f"Unset it, or {_HOW_TO_DISK}"
         )
     series = choose_series(tree.version)
-    sources = apply_patches(series.diffs, tree.read)
+    sources = series.apply(tree.read)
     if CONFIG_PATH in sources:
         sources[CONFIG_PATH] = _add_digest(sources)
     loaders = {}
