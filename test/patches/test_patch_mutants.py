@@ -21,10 +21,14 @@ pytestmark = [
     needs_unpatched_torch,
 ]
 
-TEST = "test/distributed/test_fx_bucketing.py"
+TESTS = {
+    True: "test/distributed/test_fsdp_bucketing.py",
+    False: "test/distributed/test_fx_bucketing.py",
+}
+IN_FSDP = ("TestGroupNames", "TestFsdpGroupFilter")
 FILES = {
+    "codecache": "torch/_inductor/codecache.py",
     "bucketing": "torch/_inductor/fx_passes/bucketing.py",
-    "config": "torch/_inductor/config.py",
     "fsdp": "torch/_inductor/fx_passes/fsdp.py",
     "lowering": "torch/_inductor/comm_lowering.py",
     "overlap": "torch/_inductor/fx_passes/overlap_preserving_bucketer.py",
@@ -45,18 +49,21 @@ leave it to a fallback: lowering TestUnpacking
 see no path from the candidate: bucketing TestMergeAfterMerge
             if ancestors & cur_bucket_bits or cur_bucket_ancestors >> idx & 1:
             if ancestors & cur_bucket_bits:
-see no path from the bucket: bucketing test_dependent_members
+see no path from the bucket: bucketing test_member_that_needs_a_full_bucket
             if ancestors & cur_bucket_bits or cur_bucket_ancestors >> idx & 1:
             if cur_bucket_ancestors >> idx & 1:
 keep the paths of a full bucket: bucketing TestMergeAfterMerge
                 cur_bucket_bits = cur_bucket_ancestors = 0
                 pass
 let a path end in a bucket: bucketing TestMergeAfterMerge
-            reachability.merge_starts(cur_bucket)
-            pass
+                reachability.merge_starts(cur_bucket)
+                pass
+replay merges on sorted graphs: bucketing test_sorted_graphs
+    replay_merges = not is_sorted or is_far is not None
+    replay_merges = True
 expect a sorted graph: bucketing TestMergeAfterMerge
-        reachability = _BucketPlanReachability(topo_sort(list(g.nodes)), starts)
-        reachability = _BucketPlanReachability(list(g.nodes), starts)
+        graph_nodes if is_sorted else topo_sort(graph_nodes),
+        graph_nodes,
 read names from nodes: fsdp TestGroupNames
     return _resolve_group_name(_get_collective_kwargs(n)["group_name"])
     return _get_collective_kwargs(n)["group_name"]
@@ -70,50 +77,50 @@ take any value: bucketing TestPayloadOrder
     if bad := [n for n in bucket if not all(type(i) is int for i in ints[n])]:
     if bad := []:
 place a bucket by its payload: bucketing TestPayloadOrder
-        insert_before = bucket_nodes[bucket_waits.index(max(bucket_waits))].next
-        insert_before = bucket_nodes[-1].next
+            last = bucket_nodes[bucket_waits.index(max(bucket_waits))]
+            pass
 order nothing that is planned: bucketing TestPayloadOrder
-    return list(map(in_payload_order, buckets))
+    return [in_payload_order(bucket) for bucket in buckets]
     return buckets
 order nothing that overlaps: overlap TestPayloadOrder
         bucket = in_payload_order(bucket_info.collectives)
         bucket = bucket_info.collectives
-merge before values are looked at: fsdp TestPayloadOrder
-    in_payload_order([*_find_reduce_scatters(gm.graph), *_find_all_reduces(gm.graph)])
-    pass
+view members where they can't begin: bucketing TestPacking
+        dst.storage_offset() * dtype.itemsize % out_dtype.itemsize
+        False
 forget a merged bucket's value: bucketing TestPayloadOrder
                 *([(order_key, ())] if order_key else []),
                 # nothing
 forget the value of what deduplication merges: fsdp TestPayloadOrder
             node.meta.update((key, n.meta[key]) for n in match.nodes if key in n.meta)
             pass
-take the cap of the first group: bucketing TestFsdpGroupFilter
-        cap_mb = cap(cur_bucket_id) if callable(cap) else cap.get(group_name, 0)
-        cap_mb = cap(cur_bucket_id) if callable(cap) else next(iter(cap.values()))
+take the cap of any group: bucketing TestFsdpGroupFilter
+        if isinstance(bucket_cap_mb_by_bucket_idx, CapMbByGroup):
+        if False:
 restrict no gathers: fsdp TestFsdpGroupFilter
-        filter_wait_node=lambda w: _is_in(groups, w) and is_fsdp_all_gather_wait(w),
-        filter_wait_node=is_fsdp_all_gather_wait,
+            gm, bucket_cap_mb_by_bucket_idx, is_fsdp_all_gather_wait
+            gm, CapMbByGroup({"0": 1.0, "1": 1.0, "2": 1.0}), is_fsdp_all_gather_wait
 restrict no all-reduces: fsdp TestFsdpGroupFilter
-    fsdp_groups = _groups_in_filter(gm) if fsdp_groups is None else fsdp_groups
-    pass
+        _in_filter(gm, bucket_cap_mb_by_bucket_idx, is_fsdp_all_reduce_wait),
+        is_fsdp_all_reduce_wait,
 identify groups in spite of the filter: fsdp TestFsdpGroupFilter
-    if (groups := _groups_in_filter(gm)) is not None:
-    if (groups := None) is not None:
-take any name: fsdp TestFsdpGroupFilter
-        raise ValueError(f"fsdp_group_filter: no process group is {unknown}")
-        pass
-refuse groups of other ranks: fsdp TestFsdpGroupFilter
-    if unknown := [w for w in wanted if w not in known and not w.startswith("mesh_")]:
-    if unknown := [w for w in wanted if w not in known]:
-know no dimension of all ranks: fsdp TestFsdpGroupFilter
-        wanted = [*wanted, "default_pg", "mesh_default"]
-        pass
-choose the default group always: fsdp TestFsdpGroupFilter
-    if any(w.startswith("mesh_") and w not in descs.values() for w in wanted):
-    if True:
+    if (sizes := _groups_in_filter(gm)) is not None:
+    if (sizes := None) is not None:
+choose anew after a merge: fsdp TestFsdpGroupFilter
+    groups = cap if isinstance(cap, CapMbByGroup) else _groups_in_filter(gm)
+    groups = _groups_in_filter(gm)
+take a name in a name: fsdp TestFsdpGroupFilter
+    elif isinstance(wanted, list):
+    elif True:
+count gathers of activations: fsdp TestFsdpGroupFilter
+        ags = [n for n in ags if n not in waited and is_fsdp_all_gather(n)]
+        ags = [n for n in ags if is_fsdp_all_gather(n)]
 count no scatters: fsdp TestFsdpGroupFilter
-    if "primary" in wanted and (params := [*filter(is_fsdp_all_gather, ags)] or rss):
-    if "primary" in wanted and (params := [*filter(is_fsdp_all_gather, ags)]):
+        counts = Counter(map(_get_group_name, [*ags, *rss]))
+        counts = Counter(map(_get_group_name, ags))
+take another job's plan: codecache TestFsdpGroupFilter
+        if config.aten_distributed_optimizations.fsdp_group_filter is not None:
+        if False:
 merge without a bound: bucketing test_bound
             if cur_bucket and (is_full or is_far and is_far(cur_bucket[0], node)):
             if cur_bucket and is_full:
@@ -121,17 +128,20 @@ count from the last member: bucketing test_bound
             if cur_bucket and (is_full or is_far and is_far(cur_bucket[0], node)):
             if cur_bucket and (is_full or is_far and is_far(cur_bucket[-1], node)):
 count collectives of its own key: bucketing test_bound
-        passed.update(dict.fromkeys(nodes, len(passed) - len(same_key)))
-        passed.update(dict.fromkeys(nodes, len(passed)))
-drop dependent members: bucketing test_dependent_members
-            nodes_groups.append(dependent)  # buckets of their own
-            pass
+        passed[node] = len(passed) - len(by_key[group_key])
+        passed[node] = len(passed)
+plan dependents on one level: bucketing test_chain
+    if is_far is not None:
+    if False:
 leave more than adjacent: bucketing test_never_less
-    return max(adjacent, across, key=lambda plan: sum(len(b) - 1 for b in plan))
+    return max(buckets, across, key=lambda plan: sum(len(b) - 1 for b in plan))
     return across
-keep other kinds apart: bucketing test_adjacent_buckets
-        [*sum(others, []), *by_key.values()],
-        list(by_key.values()),
+size what only the data decides: bucketing test_sizes_that
+        if not has_free_unbacked_symbols(node.meta["val"]):
+        if True:
+take any bound: bucketing test_bad_value
+    if max_between is not None and not (type(max_between) is int and max_between >= 0):
+    if False:
 run no check of the ranks: post_grad test_spmd_check
         or config.aten_distributed_optimizations.bucket_max_collectives_between != 0
         # nothing
@@ -159,7 +169,7 @@ def test_a_fault_is_noticed(torch: LinkedTorch, fault: tuple[str, ...]):
     assert f"\n{old}" in original
     path.write_text(original.replace(f"\n{old}", f"\n{new}"))
     try:
-        said = torch.run(TEST, "-k", tests, check=False)
+        said = torch.run(TESTS[tests in IN_FSDP], "-k", tests, check=False)
     finally:
         path.write_text(original)
     assert re.search(r"(?m)^FAILED \(", said), said[-400:]

@@ -51,7 +51,10 @@ def _minor(version: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Series:
-    """The patches for one torch minor version, in order; those of one folder are a pull request."""
+    """The patches for one torch minor version, in order.
+
+    The patches of one folder are a pull request.
+    """
 
     folder: Path
 
