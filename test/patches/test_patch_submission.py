@@ -92,7 +92,7 @@ def test_the_readme_says_how_large_each_commit_is():
     assert re.findall(r"\| (\+\d+ -\d+) \|", text) == sizes
 
 
-LINES = 217
+LINES = 223
 
 
 def test_the_newest_series_is_small():
