@@ -368,6 +368,8 @@ def test_ruff_finds_nothing_new(repository: Path):
         for path in touched(series_folder()):
             original = TORCH_DIR.parent / path
             changed = repository / path
+            if not changed.is_file():  # a later commit adds it
+                continue
             new = findings(changed, RULES) - before[path]
             assert not new, (number, path, new)
             was = original.is_file() and ruff("format", "--check", *STYLE, str(original)).returncode
