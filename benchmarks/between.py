@@ -6,7 +6,7 @@
 The patched torch's ``pre_bucket_fsdp_collectives`` runs on the graph for each value of
 ``bucket_max_collectives_between``, then the sort that the overlap scheduler begins with. Peak
 memory and step are those of that order on the package's cost model; "torch's GiB" is the peak by
-torch's own estimate, in which every buffer lives from its node to its last reader. The longest run
+torch's own estimate. Every buffer lives from its node to its last reader there. The longest run
 counts compute nodes (matmuls, attention) between two starts of reduce-scatters.
 """
 
