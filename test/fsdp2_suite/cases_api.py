@@ -1,6 +1,7 @@
 """Calls: classes, methods of ``FSDPModule``, meshes, errors, all-gather extensions."""
 
 import inspect
+from unittest.mock import patch
 
 import torch
 import torch.distributed.fsdp as eager_fsdp
@@ -241,22 +242,24 @@ def extensions(side, kind):
     return found
 
 
-class Pair(TwoTensor):
-    """Two tensors that are gathered at once."""
+def both_tensors(self, mesh):
+    return (self.a, self.b), None
 
-    def fsdp_pre_all_gather(self, mesh):
-        return (self.a, self.b), None
 
-    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
-        return None if out is not None else (TwoTensor(*outputs), outputs)
+def from_both(self, outputs, metadata, dtype, *, out=None):
+    return None if out is not None else (TwoTensor(*outputs), outputs)
 
 
 @case()
 def an_extension_of_two_tensors(side):
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
     for layer in model:
-        layer.weight = nn.Parameter(Pair(layer.weight.detach(), layer.weight.detach().clone()))
-    side.compile(side.shard(model, "*"))(side.data(4, 8)[0]).sum().backward()
+        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach() + 1))
+    with (
+        patch.object(TwoTensor, "fsdp_pre_all_gather", both_tensors, create=True),
+        patch.object(TwoTensor, "fsdp_post_all_gather", from_both, create=True),
+    ):
+        side.compile(side.shard(model, "*"))(side.data(4, 8)[0]).sum().backward()
     return [("gradient", p.grad.to_local()) for p in model.parameters()]
 
 

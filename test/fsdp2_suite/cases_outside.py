@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import torch_ext_bucketing as teb
 
-from .harness import EQUAL, Refused, case, local
-from .models import BF16, FP32, LM, Lambda, mlps, raised, tied_pair
+from .harness import Refused, case, local
+from .models import BF16, FP32, LM, Lambda, mlps, tied_pair
 
 
 def begun(side, **options):
@@ -175,15 +175,12 @@ def a_look_after_data_parallel(side, when):
     return [("seen", seen), *side.state(model)]
 
 
-@case(each=["attribute", "load_state_dict"])
-def a_new_parameter(side, how):
+@case()
+def a_new_parameter_by_load_state_dict(side):
     model, run, data = begun(side)
     old = dict(model.named_parameters())["0.up.weight"]
     new = nn.Parameter(DTensor.from_local(local(old) * 2, old.device_mesh, old.placements))
-    if how == "attribute":
-        model[0].up.weight = new
-    else:
-        model.load_state_dict({"0.up.weight": new}, assign=True, strict=False)
+    model.load_state_dict({"0.up.weight": new}, assign=True, strict=False)
     return side.train(model, data, run=run, steps=2)
 
 
@@ -207,7 +204,7 @@ def an_average_of_weights(side):
     return [*found, ("out", run(data[3]).detach()), *side.state(model)]
 
 
-@case(each=["apply", "bfloat16", "train", "zero_grad"])
+@case(each=["apply", "train", "zero_grad"])
 def functions_of_modules(side, what):
     model, run, (x, *_) = begun(side)
 
@@ -219,7 +216,7 @@ def functions_of_modules(side, what):
     argument = {"apply": (init,), "train": (False,)}.get(what, ())
     getattr(model, what)(*argument)
     model.zero_grad()
-    run(x.bfloat16() if what == "bfloat16" else x).float().sum().backward()
+    run(x).sum().backward()
     return side.state(model)
 
 
@@ -286,13 +283,13 @@ def parameters_left_on_the_meta_device(side):
     return []
 
 
-@case()
+@case(Refused(Exception, "deepcopy", eager=AssertionError))
 def a_deepcopy(side):
-    model, *_ = begun(side)
-    return [("error", raised(copy.deepcopy, model)), *side.state(model)]
+    copy.deepcopy(begun(side)[0])
+    return []
 
 
-@case(EQUAL)
+@case()
 def memory_of_shards_stays(side):
     model, run, data = begun(side)
     before = [local(p).data_ptr() for p in model.parameters()]

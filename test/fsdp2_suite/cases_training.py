@@ -205,7 +205,8 @@ def checkpointed_dropout(side, where):
     return side.train(model, side.tokens())
 
 
-@case(each=[True, False])
+# Eager FSDP2 adds the gradients of both forwards before it reduces them.
+@case(Differs("gradient"), each=[True, False], uncompiled=EQUAL)
 def two_forwards_before_backward(side, again):
     model = side.shard(LM(again=again), "layers.*")
     run, (a, b, *_) = side.compile(model), side.tokens()
@@ -268,7 +269,8 @@ def frozen_layer_between_trained_ones(side, reshard):
         for _ in range(2):
             x = m.b(F.relu(m.c(x)))
             with torch.no_grad():
-                x = x + F.relu(m.c(x))
+                y = F.relu(m.c(x))
+            x = x + y
         return x
 
     model = Lambda(forward, 3, 5)
@@ -363,22 +365,28 @@ def gradient_scaler(side):
     return [("scale", scaler.get_scale()), *side.state(model)]
 
 
-@case(each=["post-accumulate", "gradient", "optimizer in backward"], quick=True)
-def hooks_on_parameters(side, kind):
+@case(each=["mask", "optimizer in backward"], quick=True)
+def hooks_after_accumulation(side, kind):
     model = side.shard(mlps(), "*")
     updates = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
-    def update(param):
-        updates[param].step()
-        updates[param].zero_grad()
+    def hook(param):
+        if kind == "mask":
+            local(param.grad)[:1] = 0
+        else:
+            updates[param].step()
+            updates[param].zero_grad()
 
     for param in model.parameters():
-        if kind == "gradient":
-            param.register_hook(lambda grad: grad * 2)
-        elif kind == "post-accumulate":
-            param.register_post_accumulate_grad_hook(lambda p: local(p.grad).mul_(0.5))
-        else:
-            param.register_post_accumulate_grad_hook(update)
+        param.register_post_accumulate_grad_hook(hook)
+    return side.train(model, side.data(4, 16))
+
+
+@case(Differs(""))
+def hooks_on_gradients(side):  # eager FSDP2 does not run them
+    model = side.shard(mlps(), "*")
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad * 2)
     return side.train(model, side.data(4, 16))
 
 
@@ -426,7 +434,8 @@ def control_flow(side, kind):
             return torch.cond(x.sum() > 0, lambda y: m.b(y), lambda y: m.b(y) * 2, (x,))
         if kind == "no grad":
             with torch.no_grad():
-                x = x + m.c(x)
+                y = m.c(x)
+            x = x + y
         return m.b(x)
 
     units = ("a",) if kind == "cond" else ("*",)
@@ -447,7 +456,8 @@ def ways_to_compile(side, how):
         elif how == "module.compile":
             model.compile(backend=backend)
         else:
-            run = torch.compile(lambda x: model(x) if how == "function" else model, backend=backend)
+            function = (lambda x: model(x)) if how == "function" else model
+            run = torch.compile(function, backend=backend)
     return side.train(model, data, run=run)
 
 
@@ -468,12 +478,13 @@ def two_models(side, how):
     return found
 
 
-@case(each=["trained", "evaluated first"], quick=True)
+@case(each=["called", "compiled", "evaluated first"], quick=True)
 def forward_methods(side, how):
-    model = side.shard(Towers(), "image", "text", mp=(BF16, FP32, FP32))
+    model, (x, *_) = side.shard(Towers(), "image", "text", mp=(BF16, FP32, FP32)), side.data(2, 12)
     for tower in (model.image, model.text):
         side.fsdp.register_fsdp_forward_method(tower, "encode")
-    x, *_ = side.data(2, 12)
+    if how == "compiled":
+        return side.train(model, side.data(2, 12), run=side.compile(model, model.image.encode))
     found = [("encoded", model.image.encode(x).detach())] if how == "evaluated first" else []
     return found + side.train(model, side.data(2, 12))
 
