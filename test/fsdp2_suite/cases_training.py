@@ -41,7 +41,7 @@ def replaced(kind):
 TRAINED = {
     # name: model, units, options, shape of the input, 0 for tokens
     "uneven rows": (lambda: nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 5)), "", {}, (4, 7)),
-    "fewer rows than ranks": (lambda: nn.Sequential(nn.Linear(7, 1), nn.Linear(1, 2)), "", {}, (4, 7)),
+    "fewer rows than ranks": (lambda: nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 16)), "", {}, (4, 7)),
     "blocks": (LM, "layers.*", {}, 0),
     "blocks kept": (LM, "layers.*", {"reshard_after_forward": False}, 0),
     "blocks in smaller groups": (LM, "layers.*", {"reshard_after_forward": 2}, 0),
@@ -485,8 +485,9 @@ def forward_methods(side, how):
         side.fsdp.register_fsdp_forward_method(tower, "encode")
     if how == "compiled":
         return side.train(model, side.data(2, 12), run=side.compile(model, model.image.encode))
-    found = [("encoded", model.image.encode(x).detach())] if how == "evaluated first" else []
-    return found + side.train(model, side.data(2, 12))
+    if how == "evaluated first" and side.ours:  # eager FSDP2's root has to run first
+        model.image.encode(x)
+    return side.train(model, side.data(2, 12))
 
 
 @case(each=[(), (BF16, FP32)], modes=["inductor"])
@@ -495,13 +496,13 @@ def inductor(side, mp):
     return side.train(side.shard(model, "*", mp=mp), side.data(4, 16))
 
 
-@case(Differs(""), uncompiled=EQUAL)
+@case()
 def batch_norm(side):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     return side.train(side.shard(model), side.data(6, 8), optimizer=torch.optim.SGD)
 
 
-@case(Refused(RuntimeError, "double backward", by_torch=True), uncompiled=EQUAL)
+@case(Refused(RuntimeError, "double backward", RuntimeError, by_torch=True), modes=["compiled"])
 def double_backward(side):
     model = side.shard(Lambda(lambda m, x: m.b(torch.tanh(m.a(x)))), "*")
     x = side.data(4, 8)[0].requires_grad_()
