@@ -45,22 +45,24 @@ _roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictio
 
 # By pass: the model that a recipe made it for, and that model's FQNs. Not a field of the pass, so
 # that neither its cache key nor its pickle has a model.
-_made_for: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], frozenset[str]]] = (
-    weakref.WeakKeyDictionary()
-)
+_made_for: weakref.WeakKeyDictionary[
+    Any, tuple[Callable[[], torch.nn.Module | None], frozenset[str]]
+] = weakref.WeakKeyDictionary()
 
 
-def names_are_relative_to(model: torch.nn.Module, passes: Iterable[Any] = ()) -> None:
+def names_are_relative_to(
+    model: torch.nn.Module, passes: Iterable[Any] = (), *, keep: bool = False
+) -> None:
     """Register ``model``, weakly, so that FQNs are relative to it whatever part is compiled.
 
     Of models that contain one another, the one registered last is used; a backend with some of
-    ``passes`` uses ``model`` in any case.
+    ``passes`` uses ``model`` in any case. With ``keep`` the passes keep it alive.
     """
     _roots.pop(model, None)
     _roots[model] = None
     known = frozenset(name for name, _, _ in parameters_by_name(model))
     for each in passes:
-        _made_for[each] = weakref.ref(model), known
+        _made_for[each] = (lambda: model) if keep else weakref.ref(model), known
 
 
 def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:

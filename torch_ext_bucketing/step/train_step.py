@@ -17,7 +17,7 @@ from ..fqns import format_names, parameter_names
 from ..passes.backends import BucketingBackend
 from ..passes.base import Extension, GraphPass
 from ..planner.step_memory import check_parameters
-from ..recipes import recipe
+from ..recipes import Together, recipe, together
 from .norm import Norm
 from .rules import no_rule, rule_of
 from .update import Epilogue, groups_of
@@ -57,6 +57,7 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.model, self.optimizers = model, tuple(optimizers)
+        self._models = tuple(model) if isinstance(model, Together) else (model,)
         self.total_norm: torch.Tensor | None = None
         self._loss, self._norm, self._make_backend = loss, norm, make_backend
         self._exchange_bytes, self._scaler = exchange_bytes, scaler
@@ -75,7 +76,7 @@ class TrainStep:
         self.backend, run = self._compiled()
         trained = [(fqn, p) for fqn, p in self._parameters if p.requires_grad]
         with torch.enable_grad():
-            loss = run(self.model, *args, **kwargs)
+            loss = run(*self._models, *args, **kwargs)
         epilogues = self.backend.epilogues
         # Not ``backward()``: outputs in the place of used gradients must not reach ``grad``.
         try:
@@ -119,7 +120,7 @@ class TrainStep:
             backend = self._make_backend(None)
             self._accumulating = torch.compile(self._loss, backend=backend, fullgraph=True)
         with torch.enable_grad():
-            loss = self._accumulating(self.model, *args, **kwargs)
+            loss = self._accumulating(*self._models, *args, **kwargs)
         loss.backward(self._scale(loss))
         return loss.detach()
 
@@ -138,7 +139,7 @@ class TrainStep:
 
 
 def train_step(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loss: Loss,
     *,
@@ -180,7 +181,8 @@ def train_step(
         step = train_step(model, [Muon(matrices, lr=0.02), AdamW(others)], loss)
 
     Args:
-        model: sharded or replicated, as for :func:`.recipe`.
+        model: sharded or replicated, as for :func:`.recipe`; or a list of models, such as student
+            and teacher, for a ``loss(student, teacher, *args)``.
         optimizer: of parameters of ``model``, or several, each with parameters of its own; others
             keep their gradients. One that needs a closure can't be planned.
         loss: ``loss(model, *args)`` computes a scalar tensor. It is compiled without graph breaks.
@@ -200,12 +202,10 @@ def train_step(
     """
     one = isinstance(optimizer, torch.optim.Optimizer)
     optimizers = [optimizer] if one else list(optimizer) if isinstance(optimizer, Sequence) else []
+    model = together(model)
     known = [isinstance(each, torch.optim.Optimizer) for each in optimizers]
-    if not isinstance(model, nn.Module) or not known or not all(known):
-        raise TypeError(
-            "give a torch.nn.Module and a torch.optim.Optimizer or a list of them, got "
-            f"{model!r} and {optimizer!r}"
-        )
+    if not known or not all(known):
+        raise TypeError(f"give a torch.optim.Optimizer or a list of them, got {optimizer!r}")
     if not callable(loss):
         raise TypeError(f"loss must be a function loss(model, *args), got {loss!r}")
     check_argument("max_norm", max_norm, float | int | None)

@@ -118,7 +118,7 @@ class Installed:
     )
 
     def __post_init__(self) -> None:
-        ways = {
+        ways: dict[str, Callable[..., Any]] = {
             "prepare": self._prepare,
             "_prepare_fsdp2": self._shard,
             "no_sync": self._no_sync,
@@ -233,11 +233,17 @@ def fsdp2_on_cpu() -> None:
     """Let accelerate take FSDP2 on CPU ranks, to try and to test.
 
     accelerate takes DDP on them, or no process group at all, whatever plugin it is given. So its
-    state says ``MULTI_GPU``, which stands in for the device that ``PartialState`` looks for; the
+    state gets ``MULTI_GPU``, which stands in for the device that ``PartialState`` looks for; the
     device stays the CPU, and the process group gloo. Call this before ``Accelerator()``. Before
     ``TrainingArguments``, with ``accelerator_config={"use_configured_state": True}``, or it makes
     a new state.
+
+    Raises:
+        RuntimeError: this process is not one of several CPU ranks.
     """
-    PartialState(cpu=True)
-    if PartialState._shared_state["distributed_type"] is DistributedType.MULTI_CPU:
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    found = PartialState(cpu=True).distributed_type
+    if found not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise RuntimeError(
+            f"accelerate found no process group of CPU ranks but {found}: start this with torchrun"
+        )
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
