@@ -43,7 +43,8 @@ class TrainStep:
     """Take training steps; :func:`train_step` makes it.
 
     ``total_norm`` is the norm of all gradients in the last step, before clipping, as a scalar
-    tensor; None without ``max_norm``. ``backend`` compiles the step, and has the reports.
+    tensor; None without ``max_norm``. ``norms`` has those of each parameter. ``backend`` compiles
+    the step, and has the reports.
     """
 
     def __init__(
@@ -55,12 +56,16 @@ class TrainStep:
         make_backend: Callable[[Callable[[], Epilogue] | None], _StepBackend],
         exchange_bytes: int | None,
         scaler: torch.amp.GradScaler | None,
+        clip_value: float | None,
+        watched: Sequence[float],
     ) -> None:
         self.model, self.optimizers = model, tuple(optimizers)
         self._models = tuple(model) if isinstance(model, Together) else (model,)
         self.total_norm: torch.Tensor | None = None
         self._loss, self._norm, self._make_backend = loss, norm, make_backend
         self._exchange_bytes, self._scaler = exchange_bytes, scaler
+        self._clip_value, self._watched = clip_value, watched
+        self._norms: dict[float, list[tuple[torch.Tensor, list[str]]]] = {}
         self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
         self._accumulating: Loss | None = None
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
@@ -90,7 +95,7 @@ class TrainStep:
         # Shapes may have chosen between several compiles. Without anything to add, none has run.
         ran = next((e for e in epilogues if e.ran), epilogues[-1])
         ran.finish()
-        self.total_norm = ran.total_norm
+        self.total_norm, self._norms = ran.total_norm, ran.norms
         planned = {p.parameter for p in ran.updated}
         for (fqn, p), gradient in zip(trained, gradients, strict=True):
             if gradient is not None and p not in planned and fqn not in ran.accumulated:
@@ -106,6 +111,19 @@ class TrainStep:
         if self._scaler is not None:
             update_scale(self._scaler, ran.found_inf)
         return loss.detach()
+
+    @property
+    def norms(self) -> dict[float, dict[str, torch.Tensor]]:
+        """Norms in the last step before clipping: by order, and by the parameter's FQN, a scalar.
+
+        The orders are those of ``norms=``, and ``norm_type`` with ``max_norm``. A norm is that of
+        the whole gradient, on all ranks; of order infinity it is the largest absolute value. The
+        next step overwrites the scalars.
+        """
+        return {
+            order: {fqn: vector[i] for vector, fqns in vectors for i, fqn in enumerate(fqns)}
+            for order, vectors in self._norms.items()
+        }
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor | None:
         """Return the scale as the gradient of the loss; backward then makes scaled gradients."""
@@ -132,7 +150,9 @@ class TrainStep:
         key = (accumulated, *options)
         if key not in self._made:
             given = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
-            backend = self._make_backend(lambda: Epilogue(*given, scaler=self._scaler))
+            backend = self._make_backend(
+                lambda: Epilogue(*given, self._scaler, self._clip_value, self._watched)
+            )
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]
@@ -145,6 +165,8 @@ def train_step(
     *,
     max_norm: float | None = None,
     norm_type: float = 2.0,
+    clip_value: float | None = None,
+    norms: Sequence[float] = (),
     skip_nonfinite: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
     exchange_bytes: int | None = None,
@@ -187,6 +209,10 @@ def train_step(
             keep their gradients. One that needs a closure can't be planned.
         loss: ``loss(model, *args)`` computes a scalar tensor. It is compiled without graph breaks.
         max_norm: clip the norm of all gradients to this; so is ``norm_type``. None: no clipping.
+        clip_value: clip each element of the gradients to this absolute value, as
+            ``clip_grad_value_``; not with ``max_norm``. Updates do not wait for other gradients.
+        norms: orders of further norms of the gradients, such as ``[2.0, math.inf]``, for
+            ``step.norms``.
         skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN. Waits
             for the norm on the host, unless the optimizer is ``fused``.
         grad_scaler: scales the loss, and is updated by each step. Bits are those of
@@ -213,6 +239,13 @@ def train_step(
         raise ValueError(f"max_norm must be positive, got {max_norm!r}")
     if max_norm is None and (skip_nonfinite or norm_type != 2.0):
         raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
+    check_argument("clip_value", clip_value, float | int | None)
+    if clip_value is not None and not clip_value > 0:
+        raise ValueError(f"clip_value must be positive, got {clip_value!r}")
+    if clip_value is not None and max_norm is not None:
+        raise ValueError("clip by value or by norm: give clip_value= or max_norm=, not both")
+    if not isinstance(norms, list | tuple) or not all(isinstance(n, float | int) for n in norms):
+        raise TypeError(f"norms must be a list of orders, such as [2.0, math.inf], got {norms!r}")
     check_argument("exchange_bytes", exchange_bytes, int | None)
     if exchange_bytes is not None and exchange_bytes < 1:
         raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
@@ -245,7 +278,17 @@ def train_step(
         return _StepBackend(compiler, chosen, model, epilogue=epilogue, **options)
 
     make_backend(None)  # checks its arguments before the first step
-    return TrainStep(model, optimizers, loss, norm, make_backend, exchange_bytes, scaler)
+    return TrainStep(
+        model,
+        optimizers,
+        loss,
+        norm,
+        make_backend,
+        exchange_bytes,
+        scaler,
+        None if clip_value is None else float(clip_value),
+        [float(order) for order in norms],
+    )
 
 
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.Tensor]) -> None:
