@@ -146,6 +146,12 @@ def largest_shard_bytes(tensor: Any) -> int:
     return largest_shard_numel(tensor) * shard_of(tensor).element_size()
 
 
+def unevenness(tensor: Any) -> float:
+    """Return the bytes of a parameter's largest shard over the mean of all shards."""
+    ranks = math.prod(mesh.shape[dim] for mesh, dim in sharded_dims(tensor))
+    return largest_shard_numel(tensor) * ranks / max(1, int(tensor.numel()))
+
+
 def sharded_dims(tensor: Any) -> tuple[tuple[Any, int], ...]:
     """List the mesh dimensions that a parameter is sharded over, each with the mesh."""
     if not isinstance(tensor, DTensor):

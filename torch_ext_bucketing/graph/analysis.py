@@ -43,7 +43,14 @@ from .nodes import (
     tag_of,
     wire_bytes,
 )
-from .sizes import GivenHints, ShardSide, SizeHints, result_bytes, shard_side
+from .sizes import (
+    GivenHints,
+    ShardSide,
+    SizeHints,
+    result_bytes,
+    shard_side,
+    unpadded_rows,
+)
 from .values import positions
 
 _c10d = torch.ops._c10d_functional
@@ -139,6 +146,11 @@ class Collective:
         """dtype of its values, even if they are sent as bytes."""
         dtype: torch.dtype = sent_as_bytes(self.start) or self.start.meta["val"].dtype
         return dtype
+
+    @cached_property
+    def rows(self) -> int | None:
+        """Rows of the parameter or gradient, if the ranks' parts together have more; else None."""
+        return unpadded_rows(self.start)
 
     @cached_property
     def nbytes(self) -> int:
