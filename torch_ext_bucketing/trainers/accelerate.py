@@ -85,10 +85,15 @@ _installed: Installed | None = None
 
 @dataclass
 class _Sums:
-    """Gradients of microbatches, reduced after the last one."""
+    """Gradients of a model's microbatches, reduced after the last one."""
 
-    reduce_once: ReduceOnce
+    model: nn.Module
+    backend: BucketingBackend
     started: bool = False
+
+    @functools.cached_property
+    def reduce_once(self) -> ReduceOnce:
+        return ReduceOnce(self.model, self.backend)
 
     def start(self) -> None:
         if not self.started:
@@ -171,7 +176,7 @@ class Installed:
         for model in prepared:
             if isinstance(model, nn.Module) and model not in self._sums:
                 made = backend(chosen, self.passes(model), model, **self.options)
-                self._sums[model] = _Sums(ReduceOnce(model, made))
+                self._sums[model] = _Sums(model, made)
                 self.backends.append(made)
                 settings = {**dynamo.to_kwargs(), "backend": made}
                 if dynamo.use_regional_compilation:
