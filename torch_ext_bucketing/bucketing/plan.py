@@ -205,10 +205,6 @@ class CapPlanner:
             unmerged=tuple(u for _, u in sorted(self._unmerged, key=lambda item: item[0])),
         )
 
-    def runs(self) -> list[list[Collective]]:
-        """Return the mergeable collectives of each bucket key, in fill order."""
-        return _by_key(self._in_wait_order)
-
     def _fill(self, candidates: list[Collective]) -> None:
         """Plan the buckets of one bucket key."""
         cap_of = self._cap_of(candidates[0])

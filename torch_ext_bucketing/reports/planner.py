@@ -22,7 +22,7 @@ class EstimateReport(Record):
     peak_bytes: int  # most live bytes
 
 
-NamedCaps: TypeAlias = tuple[tuple[str, float | tuple[float, ...]], ...]
+NamedCaps: TypeAlias = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,7 @@ class CapsReport(Record):
 
     def summary(self) -> str:
         """Format the chosen caps or planner."""
-
-        def cap_text(cap: float | tuple[float, ...]) -> str:
-            if not isinstance(cap, tuple):
-                return f"{cap:g}"
-            return f"{len(cap)} bucket(s) of {min(cap):.3g} to {max(cap):.3g}"
-
-        caps = self.chosen.planner or ", ".join(f"{cap_text(c)} for {n}" for n, c in self.caps_mb)
+        caps = self.chosen.planner or ", ".join(f"{c:g} for {n}" for n, c in self.caps_mb)
         return f"{caps}, of {len(self.tried)} tried"
 
 
