@@ -23,7 +23,7 @@ from .._torch.aot import depends_on_data, stage_of
 from .._torch.inductor import size_hint
 from .._torch.process_groups import is_inside, ranks_of
 from .dependencies import Dependencies, Writes, unused
-from .fusion import Fused, fused
+from .fusion import Fused, Operators, fused
 from .liveness import Storages, storages_of, with_fused
 from .nodes import (
     KINDS,
@@ -285,7 +285,7 @@ class GraphAnalysis:
         """The kernels that Inductor makes of the movable nodes, if it does."""
         if not self.fuses:
             return None
-        kernels = fused(self.dependencies.nodes, self.result_bytes, self.free)
+        kernels = fused(self.dependencies.nodes, Operators(self.result_bytes), self.free)
         kernels.within.update(unused(self.dependencies.nodes))  # Inductor drops them
         return kernels
 

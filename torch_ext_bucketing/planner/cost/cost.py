@@ -23,7 +23,7 @@ from ..._torch.inductor import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.rank_order import SUM, steps_of
 from ...graph.dependencies import written_values
-from ...graph.fusion import Fused, fused, is_fused, read_once
+from ...graph.fusion import Fused, Operators, fused, is_fused, read_once
 from ...graph.nodes import (
     COLLECTIVES,
     FROM_HOST,
@@ -106,7 +106,7 @@ class Costs:
             for node in nodes:
                 if node not in absent and is_fused(node) and self._estimated(node, None) is None:
                     shares[node] = []
-            for kernel in (known or fused(nodes, self.result_bytes, absent)).kernels:
+            for kernel in (known or fused(nodes, Operators(self.result_bytes), absent)).kernels:
                 whole = max(kernel.nbytes, 1)
                 kernel_ms, launch_ms = self.kernel(kernel.nbytes) / whole, self.launch() / whole
                 for node, nbytes in kernel.shares.items():
