@@ -199,10 +199,10 @@ class Bounds:
             limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
         self.limit_bytes = limit
 
-    def ask(self, options: Options, but: Policy | None = None) -> Options:
-        """Add the bounds to ``options``, without that of one policy."""
+    def ask(self, options: Options) -> Options:
+        """Add the bounds to ``options``."""
         for p in self.policies:
-            options = options if p is but else p.ask(self.case, options)
+            options = p.ask(self.case, options)
         return options
 
     def misses(self, timeline: Timeline) -> float:
