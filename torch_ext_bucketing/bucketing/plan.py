@@ -238,7 +238,7 @@ class CapPlanner:
                 if closed_by == "end":
                     closed_by, detail = refused, why
                 over += c.wire_bytes if c.wire_bytes <= cap else 0
-                if refused != "bytes" or over > _PASSED_OVER * cap:
+                if refused != "bytes" or over > _PASSED_OVER * cap or filled >= cap:
                     passed += rest[at:]
                     break
                 passed.append(c)

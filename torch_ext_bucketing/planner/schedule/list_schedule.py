@@ -40,7 +40,7 @@ from .policy import Options, at_least
 from .timeline import Streams
 
 _NO_STALL_MS = 1e-3  # a wait of at most this is none
-_NOTHING = Send(0.0, None, 0.0, 0.0)
+_NOTHING: Send = (0.0, None, 0.0, 0.0)
 ROUNDING = 1 + 1e-9
 """The relative rounding error of sums of the same times in another order."""
 
