@@ -30,8 +30,10 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch_ext_bucketing.__main__ import main as command_line
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
@@ -143,8 +145,18 @@ def measure(rank: Rank, arguments: str) -> dict[str, Any]:
     start, clock, text = time.monotonic(), time.process_time(), io.StringIO()
     path = f"{rank.store_path}.json"
     arguments, layers = configured(arguments, Path(path).parent)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(text):
+    choices: list[float] = []
+    choose = ReshardAfterForward._choose
+
+    def timed(*args: Any) -> Any:
+        begin = time.process_time()
+        chosen = choose(*args)
+        choices.append(time.process_time() - begin)
+        return chosen
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(text), contextlib.ExitStack() as on:
         warnings.simplefilter("ignore")
+        on.enter_context(mock.patch.object(ReshardAfterForward, "_choose", timed))
         status = command_line(["explain", *arguments.split(), "--brief", "--json", path])
     if status:
         raise RuntimeError(f"explain {arguments} ended with {status}")
@@ -152,7 +164,6 @@ def measure(rank: Rank, arguments: str) -> dict[str, Any]:
         report = json.load(file)
     pairs = zip(report["graphs"], report["schedules"], strict=True)
     speed = [(graph, schedule) for graph, schedule in pairs if schedule["caps"]]
-    choices = [made["seconds"] for made in report["rewrites"] if "bound_bytes" in made]
     return {
         "layers": layers,
         "choice_s": sum(choices),
