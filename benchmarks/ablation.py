@@ -41,7 +41,7 @@ from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import step_ms
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, add_names, document_of, parser_of, write_results
+from .command import add_json, add_names, document_of, parser_of, write_json, write_results
 from .graphs import Graph, chosen, load
 from .keep import Sharded
 from .memory import by_hand
@@ -266,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         steps = ", ".join(f"{ms:.2f}" for ms in results[""].steps.values())
         print(f"{name}: {steps} ms", file=sys.stderr, flush=True)
+        write_json(args.json, document)
 
     if any(not MECHANISMS[name].keeps for name in args.without):
         for name in chosen(parser, args.only):
