@@ -10,7 +10,7 @@ long and collectives too short, and the other way round) scored on the right one
 network. What is kept is chosen for bounds at 0, 1 and 2 quarters between the least peak and the
 peak with all activations saved.
 
-A loss is the part by which the step is longer without the mechanism, in percent: mean and largest.
+A loss is how much longer the step is without the mechanism, in percent: mean and largest.
 Where a bound is missed by more, the row has the largest difference in the peak. Lines are those of
 the functions that would go. Seconds are CPU time of all plans relative to those with all
 mechanisms.
