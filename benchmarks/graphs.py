@@ -272,9 +272,10 @@ _TRACED_WITH = (
     "_torch.aot",
     "fqns",
     "graph.nodes",
+    "fsdp.gather",
+    "fsdp.modules",
     "fsdp.shard",
     "fsdp.tagging",
-    "graph.nodes",
 )
 """Modules of the package that decide what a traced graph looks like."""
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import parametrize
 
 from eager_parity.tensor import block_plan
 from torch_ext_bucketing.fsdp.shard import data_parallel
-from torch_ext_bucketing.testing.configured import AsTensorParallel
 
 from .models import DeepSeek, Experts, Llama
 
@@ -174,21 +174,28 @@ def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, block_plan(sequence=True), src_data_rank=None)
 
 
+class _AsTensorParallel(nn.Module):
+    """Take the gathered tensor for a tensor-parallel rank's shard, as a parametrization."""
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+        super().__init__()
+        self.mesh, self.placements = mesh, placements
+
+    def forward(self, local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
+
+
 def _fully_shard(model: nn.Module, mesh: DeviceMesh, but: Collection[nn.Module] = ()) -> None:
     """Shard all modules but those in ``but``: fp32 shards, bf16 gathers, fp32 reductions."""
     for module in list(model.modules()):
         params = dict(module.named_parameters(recurse=False))
-        if not params or module in but:
+        if module in but or not params:
             continue
-        tensor_parallel = {}
         for name, param in params.items():
             if isinstance(param, DTensor):
-                tensor_parallel[name] = (param.device_mesh, tuple(param.placements))
                 module.register_parameter(name, nn.Parameter(param.to_local().detach().clone()))
+                shard = _AsTensorParallel(param.device_mesh, param.placements)
+                parametrize.register_parametrization(module, name, shard, unsafe=True)
         mode: Literal["fully_shard", "hybrid_shard"]
         mode = "fully_shard" if mesh.ndim == 1 else "hybrid_shard"
         data_parallel(module, mesh, mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for name, (tensor_mesh, placements) in tensor_parallel.items():
-            parametrize.register_parametrization(
-                module, name, AsTensorParallel(tensor_mesh, placements), unsafe=True
-            )

@@ -5,8 +5,13 @@
     python -m benchmarks.real_size --list                   the commands alone
 
 Each command runs alone in a process: CPU seconds of all its threads, and its largest resident
-memory. It fails above the limits of the table. DeepSeek-V3 has the defaults of transformers'
-configuration, which are those of the model with 671 billion parameters, and needs transformers.
+memory. It fails above the limits of the table. Rows with ``hf:`` need transformers; DeepSeek-V3 has
+the defaults of its configuration there, which are those of the model with 671 billion parameters,
+and other rows have those of :data:`CONFIGURATIONS`.
+
+``choice`` is the CPU time of what is kept, by layer. ``over bins`` are the collectives that are
+left, relative to the bins that first-fit decreasing needs at the same byte caps, in forward and in
+backward. That is a lower bound without dependencies.
 """
 
 from __future__ import annotations
@@ -21,16 +26,20 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch_ext_bucketing.__main__ import main as command_line
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 from .command import add_json, document_of, parser_of, write_results
 
+_ON_64 = "--mesh fsdp=64 --gpu h100 --goal speed --sequence 4096"
 ROWS: dict[str, tuple[str, float, float]] = {
     "llama3-8b": ("llama3-8b --mesh fsdp=64 --gpu h100", 60, 2),
     "llama3-8b, bound": (
@@ -50,22 +59,115 @@ ROWS: dict[str, tuple[str, float, float]] = {
         8,
     ),
     "deepseek-v3": ("hf:deepseek_v3 --mesh fsdp=512 --gpu h100 --sequence 4096", 300, 8),
+    "qwen3-32b, 16 layers": (f"hf:qwen3-16 {_ON_64} --memory-gib 30", 120, 4),
+    "qwen3-32b, 64 layers": (f"hf:qwen3-64 {_ON_64} --memory-gib 70", 120, 4),
+    "llama, 8 layers": (f"hf:llama-8 {_ON_64} --memory-gib 12", 120, 4),
+    "gemma3-12b, 8 layers": (f"hf:gemma3-8 {_ON_64} --memory-gib 16", 120, 4),
+    "gpt-oss-20b": (f"hf:gpt_oss-24 {_ON_64}", 90, 4),
+    "deepseek-v3, 4 layers": (f"hf:deepseek_v3-4 {_ON_64}", 120, 4),
 }
 """By name: arguments of ``explain``, and limits of CPU seconds and of GiB."""
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "sliding_window": 1024,
+    },
+    "gpt_oss": {"num_local_experts": 32},
+    "deepseek_v3": {"first_k_dense_replace": 1},
+}
+"""Fields of transformers' configurations, by the name in a row, there with a number of layers."""
+
+
+def configured(arguments: str, folder: Path) -> tuple[str, int]:
+    """Write the configuration that a row names; return the row with its file, and the layers."""
+    model, _, options = arguments.partition(" ")
+    name, _, layers = model.removeprefix("hf:").partition("-")
+    if name not in CONFIGURATIONS or not layers:
+        return arguments, 0
+    file = folder / f"{name}-{layers}.json"
+    config = {"model_type": name, "num_hidden_layers": int(layers)} | CONFIGURATIONS[name]
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return f"hf:{file} {options}", int(layers)
+
+
+def bins(nbytes: Sequence[int], cap: int) -> int:
+    """Return the number of bins of first-fit decreasing; what exceeds the cap has its own."""
+    filled: list[int] = []
+    for n in sorted(nbytes, reverse=True):
+        at = next((i for i, there in enumerate(filled) if there + n <= cap), len(filled))
+        filled[at : at + 1] = [(filled[at] if at < len(filled) else 0) + n]
+    return len(filled)
+
+
+def over_bins(graph: Mapping[str, Any], schedule: Mapping[str, Any]) -> float:
+    """Return a graph's bucketed and single collectives over the bins for the chosen caps."""
+    found = 0
+    sizes: dict[str, list[int]] = {}
+    for one in (*graph["buckets"], *graph["unmerged"]):
+        found += 1
+        members = one.get("members")
+        ranks = one.get("group_size", 1)
+        mine = [one["wire_bytes"]] if members is None else [m["nbytes"] * ranks for m in members]
+        sizes.setdefault(f"{one['group']} {one['kind']}", []).extend(mine)
+    caps = dict(schedule["caps"]["chosen"]["caps_mb"])
+    least = sum(bins(mine, int(caps[key] * 2**20)) for key, mine in sizes.items())
+    return found / least
 
 
 def measure(rank: Rank, arguments: str) -> dict[str, Any]:
     """Explain in this process; return seconds, memory and the plan's figures."""
     start, clock, text = time.monotonic(), time.process_time(), io.StringIO()
     path = f"{rank.store_path}.json"
-    with warnings.catch_warnings(), contextlib.redirect_stdout(text):
+    arguments, layers = configured(arguments, Path(path).parent)
+    choices: list[float] = []
+    choose = ReshardAfterForward._choose
+
+    def timed(*args: Any) -> Any:
+        begin = time.process_time()
+        chosen = choose(*args)
+        choices.append(time.process_time() - begin)
+        return chosen
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(text), contextlib.ExitStack() as on:
         warnings.simplefilter("ignore")
+        on.enter_context(mock.patch.object(ReshardAfterForward, "_choose", timed))
         status = command_line(["explain", *arguments.split(), "--brief", "--json", path])
     if status:
         raise RuntimeError(f"explain {arguments} ended with {status}")
     with open(path, encoding="utf-8") as file:
         report = json.load(file)
+    pairs = zip(report["graphs"], report["schedules"], strict=True)
+    speed = [(graph, schedule) for graph, schedule in pairs if schedule["caps"]]
     return {
+        "layers": layers,
+        "choice_s": sum(choices),
+        "over_bins": [over_bins(*pair) for pair in speed],
         "cpu_s": time.process_time() - clock,
         "wall_s": time.monotonic() - start,
         "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -90,11 +192,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 0
     if importlib.util.find_spec("transformers") is None:
-        print("deepseek-v3 needs transformers: left out", file=sys.stderr)
-        names = [name for name in names if name != "deepseek-v3"]
+        foreign = [name for name in names if ROWS[name][0].startswith("hf:")]
+        print(f"transformers is not installed: left out {', '.join(foreign)}", file=sys.stderr)
+        names = [name for name in names if name not in foreign]
     document = document_of("python -m benchmarks.real_size", argv)
     document["rows"] = {}
-    table = [["model", "CPU s", "limit", "GiB", "limit", "collectives", "step, ms", "peak, GiB"]]
+    table = [["model", "CPU s", "limit", "GiB", "limit", "collectives", "over bins"]]
+    table[0] += ["choice, s/layer", "step, ms", "peak, GiB"]
     late = False
     for name in names:
         arguments, seconds, gib = ROWS[name]
@@ -111,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{row['gib']:.2f}",
                 f"{gib:g}",
                 f"{before} -> {after}",
+                ", ".join(f"{part:.3f}" for part in row["over_bins"]),
+                f"{row['choice_s'] / row['layers']:.2f}" if row["layers"] else "",
                 f"{row['step_ms']:.0f}",
                 f"{row['peak_bytes'] / 2**30:.1f}",
             ]

@@ -164,10 +164,12 @@ def run_cell(cell: str) -> dict[str, Any]:
         shard = simple_fsdp.data_parallel
     world = dist.get_world_size()
     if cell.endswith("HSDP"):
-        shard(model, init_device_mesh("cpu", (2, world // 2)), mode="hybrid_shard")
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        shard(model, mesh, mode="hybrid_shard")
     elif cell == "other mesh":
         # Of HSDP: the replicas are ranks side by side.
-        mesh = DeviceMesh("cpu", torch.arange(world).view(2, -1).t().contiguous())
+        ranks = torch.arange(world).view(2, -1).t().contiguous()
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
         shard(model, mesh, mode="hybrid_shard")
     elif cell.endswith("TP"):
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))

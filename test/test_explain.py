@@ -12,13 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
+import torch_ext_bucketing as teb
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.commands.explain import GPUS, OPTIMIZERS, _key, _row, meshes_of, text_of
-from torch_ext_bucketing.errors import BucketingWarning
+from torch_ext_bucketing.errors import BucketingWarning, UnevenShardsWarning
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.planner.cost.machine import DATA_SHEETS, Machine
+from torch_ext_bucketing.reports.planner import KeepReport
 from torch_ext_bucketing.testing.configured import Rule, state_of
 from torch_ext_bucketing.testing.target import LLAMA3, TargetError
 
@@ -453,3 +456,150 @@ def test_command_on_the_demo_model(tmp_path, capsys):
         f"reduce_scatter {before['reduce_scatter']} -> {after['reduce_scatter']}\n"
     )
     assert after["all_gather"] < before["all_gather"] / 4
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 100}
+TASKS = {
+    "ViTForImageClassification": {"model_type": "vit", "num_hidden_layers": 1, "image_size": 32},
+    "WhisperForConditionalGeneration": {
+        **{"model_type": "whisper", "encoder_layers": 1, "decoder_layers": 1, "d_model": 64},
+        **{"max_source_positions": 40, "max_target_positions": 24, "decoder_start_token_id": 1},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0},
+    },
+    "T5ForConditionalGeneration": {"model_type": "t5", "num_layers": 1, "d_model": 64, "d_kv": 16},
+    "BertForMaskedLM": {
+        "model_type": "bert",
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 48,
+    },
+}
+TOKENS_OF = {"ViT": 1, "Whisper": 24, "T5": 512, "Bert": 48}
+
+
+@pytest.mark.parametrize("architecture", TASKS)
+def test_the_architecture_of_a_configuration_decides(architecture, tmp_path):
+    """Inputs are those of the model's own ``forward``, with sizes of its configuration."""
+    pytest.importorskip("transformers", reason="it makes the models: pip install transformers")
+    config = {**SMALL, **TASKS[architecture], "architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = explain(f"hf:{tmp_path}", mesh={"fsdp": 2}, backend="aot_eager")
+    assert found.report.graph("backward").collectives_after["reduce_scatter"] > 1
+    (tokens,) = (n for name, n in TOKENS_OF.items() if architecture.startswith(name))
+    assert found.tokens == tokens
+
+
+def test_a_model_that_cant_be_fed_gets_one_line(tmp_path):
+    pytest.importorskip("transformers", reason="it makes the models: pip install transformers")
+    for config, options, match in (
+        ({"model_type": "vit"}, {"sequence": 8}, "takes no tokens, so leave --sequence out"),
+        ({"model_type": "clip", "architectures": ["CLIPModel"]}, {}, "logit_scale is a scalar"),
+        ({"model_type": "llama", "num_attention_heads": "four"}, {}, "makes no model of it: .*"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+        with pytest.raises(TargetError, match=match) as error:
+            explain(f"hf:{tmp_path}", mesh={"fsdp": 2}, **options)
+        assert len(str(error.value)) < 500
+
+
+# --- experts fused into one parameter --------------------------------------------------
+
+EXPERTS, WIDTH, RANKS = 8, 1024, 64
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = torch.nn.Parameter(torch.ones(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + (
+            self.router(x).softmax(-1)[..., None] * torch.einsum("bd,edh->beh", x, self.up)
+        ).sum(1)
+
+
+def fused_experts(mesh, placement=None):
+    """Shard by rows: most ranks get none."""
+    model = torch.nn.Sequential(Experts(), Experts())
+    for layer in model:
+        teb.fsdp.fully_shard(layer, mesh=mesh["fsdp"], shard_placement_fn=placement)
+    teb.fsdp.fully_shard(model, mesh=mesh["fsdp"])
+    return model, torch.ones(4, WIDTH)
+
+
+def fused_experts_by_columns(mesh):
+    return fused_experts(mesh, lambda p: Shard(1) if p.ndim == 3 else None)
+
+
+@pytest.mark.parametrize("goal", ["parity", "speed"])
+def test_uneven_shards_are_reported_with_a_placement_that_avoids_them(goal):
+    options = {"mesh": {"fsdp": RANKS}, "backend": "aot_eager", "goal": goal}
+    with pytest.warns(
+        UnevenShardsWarning, match=r"8 x 1024 x 1024 on 64 ranks.* 8\.0 times the mean.* Shard\(1\)"
+    ):
+        found = explain(f"{HERE}:fused_experts", **options)
+    text = found.report.to_text()
+    assert "gathers of the forward graph are more than a tenth padding" in text
+    if goal == "parity":
+        padded = EXPERTS / RANKS  # of the router and of the experts alike
+        assert all(b.padding == 1 - padded for b in found.report.buckets)
+        assert re.search(r"node +padding\n.* 88%\n", text)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnevenShardsWarning)
+        even = explain(f"{HERE}:fused_experts_by_columns", **options)
+    assert not even.report.warnings
+    assert even.peak_bytes < found.peak_bytes / 2
+
+
+def test_a_bound_below_uneven_shards_names_them():
+    with pytest.raises(
+        TargetError,
+        match=r"have too few rows for the ranks, such as 0.up, 8 x 1024 x 1024: .*Shard\(1\)",
+    ):
+        explain(f"{HERE}:fused_experts", mesh={"fsdp": RANKS}, memory_gib=0.02)
+
+
+def test_models_of_transformers_take_an_even_placement(tmp_path):
+    pytest.importorskip("transformers", reason="it makes the models: pip install transformers")
+    sizes = {**SMALL, "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1}
+    sizes["num_key_value_heads"] = 4
+    config = {"model_type": "mixtral", **sizes, "num_local_experts": EXPERTS}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnevenShardsWarning)
+        found = explain(f"hf:{tmp_path}", mesh={"fsdp": RANKS}, sequence=32, backend="aot_eager")
+    members = [m for b in found.report.buckets for m in b.members if "experts" in m.fqns[0]]
+    assert members
+    assert all(m.rows is None and m.shape[0] == EXPERTS for m in members if len(m.shape) == 3)
+
+
+class Sinks(torch.nn.Module):
+    """Attention with a parameter beside its logits, as in gpt-oss."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = (torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.sinks = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        logits = self.query(x) @ self.key(x).transpose(-2, -1)
+        sinks = self.sinks.repeat(x.shape[1] // 64)[None, :, None].expand(len(x), -1, 1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ x
+
+
+def attention_sinks(mesh):
+    model = torch.nn.Sequential(Sinks(), Sinks())
+    for layer in model:
+        teb.fsdp.fully_shard(layer, mesh=mesh["fsdp"])
+    return teb.fsdp.fully_shard(model, mesh=mesh["fsdp"]), torch.ones(2, 512, 64)
+
+
+def test_logits_beside_a_parameter_are_no_part_of_its_unit():
+    found = explain(
+        f"{HERE}:attention_sinks", mesh={"fsdp": 2}, memory_gib=1.0, backend="aot_eager"
+    )
+    (keep,) = (r for r in found.report.rewrites if isinstance(r, KeepReport))
+    units = [u for u in keep.units if u.parameters]
+    assert units
+    assert all(u.nbytes < 2**20 for u in units)  # logits have 2 MiB

@@ -193,7 +193,7 @@ def test_hooks(scope: dict[str, Any]):
 
 
 # Their own tests run the code of these pages, or they have none.
-ELSEWHERE = {"torchtitan", "training-script", "api", "8-bit-gathers", "limits"}
+ELSEWHERE = {"accelerate", "torchtitan", "training-script", "api", "8-bit-gathers", "limits"}
 HERE = {"getting-started", "reports-and-tools", "recipes-and-passes", "memory", "hooks"}
 HERE |= {"rank-order-reductions", "extending", "muon"}
 

@@ -3,7 +3,14 @@
 import pytest
 import torch
 from collective_graphs import fake_group
-from sharded_models import TWO_BLOCKS_FQNS, TwoBlocks, eager_fsdp2, small_transformer, step
+from sharded_models import (
+    TWO_BLOCKS_FQNS,
+    TwoBlocks,
+    eager_fsdp2,
+    mesh_for,
+    small_transformer,
+    step,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -12,9 +19,6 @@ from torch_ext_bucketing.errors import GuessedNamesWarning
 from torch_ext_bucketing.fsdp.plans import manual_plan
 from torch_ext_bucketing.fsdp.units import abbreviated
 from torch_ext_bucketing.planner.step_memory import check_bound
-
-MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
-
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -26,9 +30,7 @@ def wrapped(mesh):
 
 
 def sharded(mode="fully_shard", model=None):
-    return teb.data_parallel(
-        model or small_transformer(), init_device_mesh("cpu", MESHES[mode]), mode
-    )
+    return teb.data_parallel(model or small_transformer(), mesh_for(mode), mode)
 
 
 UNITS = "fsdp.manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], model)"
@@ -80,7 +82,7 @@ def test_without_a_goal_it_is_parity(fake_world):
     assert repr(teb.recipe(model)) == repr(teb.recipe(model, "parity"))
 
 
-@pytest.mark.parametrize("mode", MESHES)
+@pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard", "replicate"])
 @pytest.mark.parametrize("goal", ["parity", "speed"])
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 def test_every_kind_of_a_mode_is_bucketed(fake_world, mode, goal):
@@ -125,7 +127,7 @@ def test_the_units_may_be_given(fake_world):
 
 
 def test_a_reference_gives_units_and_order(fake_world):
-    reference = wrapped(init_device_mesh("cpu", MESHES["fully_shard"]))
+    reference = wrapped(mesh_for("fully_shard"))
     passes = teb.recipe(sharded(), reference=reference)
     assert passes[2].units == teb.FSDPParamOrder.from_fsdp(reference)
     assert "BucketByUnit(FSDPParamOrder.from_fsdp(model))" in repr(passes)
@@ -136,7 +138,7 @@ def flat(mesh, rows=4):
 
 
 BAD = {
-    TypeError: {"give a torch.nn.Module, got 3": lambda mesh: teb.recipe(3)},
+    TypeError: {"give a torch.nn.Module or a list of them, got 3": lambda mesh: teb.recipe(3)},
     ValueError: {
         r"not sharded.*data_parallel\(model": lambda mesh: teb.recipe(small_transformer()),
         r"no repeated blocks.*units=\[\.\.\.\]": lambda mesh: teb.recipe(flat(mesh)),
@@ -359,3 +361,74 @@ def test_a_recipe_s_cache_key_has_no_model(fake_world):
     ]
     assert keys[0] == keys[1]
     assert all(keys[0])
+
+
+# --- several models ------------------------------------------------------------------
+
+
+def distillation(student, teacher, tokens):
+    with torch.no_grad():
+        target = teacher(tokens)
+    return (student(tokens) - target).square().mean()
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["fully_shard", "data_parallel"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_several_models_share_a_recipe(fake_world, calls, frozen):
+    """The units of each are used, by their own names, whichever function compiles them together."""
+    mesh = init_device_mesh("cpu", (4,))
+    models = [small_transformer(), small_transformer()]
+    for model in models:
+        if calls:
+            for unit in teb.transformer_block_plan(model):
+                teb.fsdp.fully_shard([model.get_submodule(name) for name in unit], mesh=mesh)
+            teb.fsdp.fully_shard(model, mesh=mesh)
+        else:
+            teb.data_parallel(model, mesh)
+    student, teacher = models
+    teacher.requires_grad_(not frozen)
+    passes = teb.recipe(models)
+    made = teb.backend("aot_eager", passes=passes)
+    del model, models
+    torch.compile(distillation, backend=made)(
+        student, teacher, torch.zeros(2, 3, dtype=torch.long)
+    ).backward()
+    report = made.last_report()
+    units = len(teb.transformer_block_plan(student).units)
+    assert not report.warnings
+    assert report.graph("forward").collectives_after == {"all_gather": 2 * units}
+    assert report.graph("backward").collectives_after["reduce_scatter"] == units
+    owners = {fqn[0] for bucket in report.buckets for m in bucket.members for fqn in m.fqns}
+    assert owners == {"0", "1"}
+
+
+def test_a_list_of_models_is_checked(fake_world):
+    model = sharded()
+    with pytest.raises(ValueError, match="each model once"):
+        teb.recipe([model, model])
+    with pytest.raises(TypeError, match="or a list of them, got"):
+        teb.recipe([model, "teacher"])
+    with pytest.raises(ValueError, match="reference= is one model's"):
+        teb.recipe([model], reference=model)
+
+
+@pytest.mark.parametrize("goal", ["parity", "speed"])
+def test_a_planned_step_of_several_models(fake_world, goal):
+    """The optimizer's model is updated in the graph; the other one keeps its weights."""
+    student, teacher = models = [sharded(), sharded()]
+    teacher.requires_grad_(False)
+    step = teb.train_step(
+        models,
+        torch.optim.AdamW(student.parameters(), lr=0.1),
+        distillation,
+        max_norm=1.0,
+        passes=teb.recipe(models, goal),
+        compiler="aot_eager",
+    )
+    before = [p.to_local().clone() for model in models for p in model.parameters()]
+    step(torch.zeros(2, 3, dtype=torch.long))
+    after = [p.to_local() for model in models for p in model.parameters()]
+    count = len(before) // 2
+    assert all(torch.equal(a, b) for a, b in zip(before[count:], after[count:], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(before[:count], after[:count], strict=True))
+    assert step.total_norm is not None

@@ -139,6 +139,10 @@ class AddedByGraphWarning(BucketingWarning):
     """Gradients of one activation are added graph by graph, in another order than eager's."""
 
 
+class UnevenShardsWarning(BucketingWarning):
+    """Gathers carry much padding, and ranks hold unequal shards."""
+
+
 class NothingKeptWarning(BucketingWarning):
     """No unit's gathered parameters could stay from forward to backward."""
 

@@ -102,11 +102,20 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     return {parameter: tuple(fqns) for parameter, fqns in names.items()}
 
 
-def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Yield canonical FQN, parameter and owner of every place of a parameter in ``model``."""
+def parameters_by_name(
+    model: nn.Module, registered: bool = False
+) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Yield canonical FQN, parameter and owner of every place of a parameter in ``model``.
+
+    The parameters are shards; with ``registered`` those that the modules have now, which may be
+    FSDP2's full ones.
+    """
     # Not read as attributes, which would gather the parameters of SimpleFSDP's classes.
     for path, module in model.named_modules(remove_duplicate=False):
+        unshards = vars(module).get("_unshards", {})
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if name in unshards and not registered:
+                parameter = unshards[name].shard_of(parameter)
             yield canonical_fqn(f"{path}.{name}".lstrip(".")), parameter, module
 
 

@@ -11,13 +11,14 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch.dynamo import names_are_relative_to
-from ._torch.fsdp2 import ParamGroup, is_distributed, is_wrapped, placed
+from ._torch.fsdp2 import ParamGroup, is_distributed, placed
 from .errors import NotBucketedWarning, check_argument
 from .fqns import format_names
+from .fsdp.modules import is_eager, param_groups, units_of
 from .fsdp.plans import transformer_block_plan
+from .fsdp.reference import follow
 from .fsdp.shard import ignored_extensions
 from .fsdp.units import FSDPParamOrder, Units
-from .fsdp.wrapping import follow, param_groups, units_of
 from .graph.nodes import KINDS, Kind
 from .passes.base import GraphPass
 from .passes.bucketing import BucketByUnit, FixedOrderReduce
@@ -32,7 +33,7 @@ Goal = Literal["parity", "speed"]
 
 
 def recipe(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     goal: Goal = "parity",
     *,
     units: Units | Sequence[str | Sequence[str]] | None = None,
@@ -64,7 +65,9 @@ def recipe(
     Args:
         model: sharded or replicated, with ``DTensor`` parameters, such as by
             :func:`.fsdp.fully_shard`, whose units and resharding it then has, or by
-            :func:`.data_parallel`; not wrapped by eager FSDP2.
+            :func:`.data_parallel`; not wrapped by eager FSDP2. Or a list of models that one
+            function calls, such as student and teacher; names are those in an ``nn.ModuleList``,
+            ``0.layers.1.weight``.
         units: for ``"parity"``: the modules of each ``fully_shard`` call of the eager training, as
             names or as a plan, unless ``model`` has units. None takes
             :func:`.transformer_block_plan`'s.
@@ -93,13 +96,21 @@ def recipe(
         raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")
     if reduce not in (None, "all_to_all"):
         raise ValueError(f"reduce must be 'all_to_all' or None, got {reduce!r}")
-    if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module | None):
-        raise TypeError(f"give a torch.nn.Module, got {model!r} and reference={reference!r}")
+    model = together(model)
+    check_argument("reference", reference, nn.Module | None)
+    if reference is not None and isinstance(model, Together):
+        raise ValueError(
+            "reference= is one model's: give nn.ModuleList(models) and an nn.ModuleList of their "
+            "references"
+        )
     if goal == "speed" and (units is not None or reference is not None):
         raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
     check_argument("memory", memory, PeakMemory | None)
     kinds = _kinds(model)
     gathers = "all_gather" in kinds
+    for unit in units_of(model):
+        unit.refuse_eager_settings()
+        unit.is_read = True
     _warn_of_others(model)
     match = MatchFSDP2()
     reshard: list[GraphPass] = [ReshardAfterForward()] if gathers else []
@@ -127,8 +138,23 @@ def recipe(
         )
     # in_order() lists the passes that run for these.
     passes = [match, *reshard, *last]
-    names_are_relative_to(model, passes)
+    names_are_relative_to(model, passes, keep=isinstance(model, Together))
     return passes
+
+
+class Together(nn.ModuleList):
+    """Models that one recipe is for."""
+
+
+def together(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Return a model, or a list of models as one module."""
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, list | tuple) or not all(isinstance(m, nn.Module) for m in model):
+        raise TypeError(f"give a torch.nn.Module or a list of them, got {model!r}")
+    if not model or len(set(model)) < len(model):
+        raise ValueError(f"give each model once, and at least one, got {len(model)}")
+    return Together(model)
 
 
 def _warn_of_others(model: nn.Module) -> None:
@@ -161,7 +187,7 @@ def _warn_of_others(model: nn.Module) -> None:
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:
     """Return the kinds of collectives that the parameters' placements make."""
     name = type(model).__name__
-    if is_wrapped(model):
+    if is_eager(model):
         raise ValueError(
             f"{name} is wrapped by fully_shard(), whose collectives are not in a compiled graph: "
             "shard an unwrapped copy, data_parallel(copy, mesh), and compile that with "
@@ -194,19 +220,18 @@ def _order(
     if own or reference is not None:
         groups = param_groups(model) if reference is None else follow(model, reference)
         groups = [group for group in groups if group.params]
-        for unit in own:
-            unit.read = True
         order = FSDPParamOrder.from_fsdp(model if reference is None else reference)
         return order, _resharding(groups), list(dict.fromkeys(group.modules for group in groups))
+    if units is None and isinstance(model, Together):
+        plans = [
+            [tuple(f"{i}.{name}".strip(".") for name in unit) for unit in _plan(part)]
+            for i, part in enumerate(model)
+        ]
+        named = [unit for plan in plans for unit in plan]
+        last = ReshardAfterForward(keep=[name for plan in plans for name in plan[-1]])
+        return FSDPParamOrder.from_model(model, named), [last], named
     if units is None:
-        try:
-            units = transformer_block_plan(model)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}. For a recipe: recipe(model, units=[...]) with the modules of each "
-                'fully_shard() call of the eager training, or recipe(model, "speed"), which needs '
-                "no units"
-            ) from error
+        units = _plan(model)
     order = FSDPParamOrder.from_model(model, units=units)
     named = [tuple([unit] if isinstance(unit, str) else unit) for unit in units]
     keep = named[-1]
@@ -214,6 +239,17 @@ def _order(
         # The root's own parameters by name: "" would stand for all that are in the model.
         keep = (*(named[-2] if len(named) > 1 else ()), *order.units[-1])
     return order, [ReshardAfterForward(keep=keep)], named
+
+
+def _plan(model: nn.Module) -> Units:
+    try:
+        return transformer_block_plan(model)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. For a recipe: recipe(model, units=[...]) with the modules of each "
+            'fully_shard() call of the eager training, or recipe(model, "speed"), which needs '
+            "no units"
+        ) from error
 
 
 def _resharding(groups: Sequence[ParamGroup]) -> list[GraphPass]:

@@ -23,7 +23,7 @@ from collective_graphs import (
     under_hash_seeds,
 )
 from collective_graphs import all_gather as gather
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import WORLD, Builder, layered_graph, random_graph, real_inputs
 from torch._inductor import config
@@ -215,6 +215,46 @@ def test_four_collectives_of_two_kinds_that_can_only_half_merge():
     assert [b.kind for b in plan.buckets] == ["all_gather"]
     assert [a.closed_by for a in plan.unmerged] == ["dependency", "end"]
     assert "by way of other buckets" in plan.unmerged[0].reason
+
+
+@given(
+    rows=st.lists(st.integers(1, 60) | st.just(150), min_size=1, max_size=20),
+    kind=st.sampled_from(["all_gather", "reduce_scatter"]),
+)
+@settings(max_examples=100)
+def test_of_near_members_at_most_one_bucket_is_at_most_half_full(rows, kind):
+    """A member that does not fit, or exceeds the cap, leaves the bucket open for later ones."""
+    assume(sum(n for n in rows if n <= 100) <= 400)
+    cap, b = 100 * WORLD, Builder()
+    leaves = [b.leaf(n if kind == "all_gather" else n * WORLD, torch.int8) for n in rows]
+    plan = planned(b.finish([b.collective(kind, x, "0") for x in leaves]), cap / MIB)
+    filled = [one.wire_bytes for one in (*plan.buckets, *plan.unmerged)]
+    assert sum(filled) == WORLD * sum(rows)
+    assert all(bucket.wire_bytes <= cap for bucket in plan.buckets)
+    assert sum(2 * n <= cap for n in filled) <= 1
+
+
+@pytest.mark.parametrize(("between", "joined"), [(6, [[0, 7], [1, 8]]), (7, [[1, 8], [2, 9]])])
+def test_a_bucket_passes_over_four_times_its_cap(between, joined):
+    b, cap = Builder(), 100 * WORLD
+    leaves = [b.leaf(n, torch.int8) for n in (60, *[60] * between, 40, 40)]
+    plan = planned(b.finish([b.collective("all_gather", x, "0") for x in leaves]), cap / MIB)
+    found = [[leaves.index(m.args[0]) for m in bucket.members] for bucket in plan.buckets]
+    assert found == joined
+
+
+def test_norms_between_large_matrices_share_buckets():
+    """Blocks are a norm, two matrices of 40 and one of 300 percent of the cap, and a norm."""
+    b, cap = Builder(), 100 * WORLD
+    leaves = [b.leaf(n, torch.int8) for _ in range(4) for n in (1, 39, 39, 300, 1)]
+    plan = planned(b.finish([b.collective("all_gather", x, "0") for x in leaves]), cap / MIB)
+    assert [[leaves.index(m.args[0]) for m in bucket.members] for bucket in plan.buckets] == [
+        [0, 1, 2, 4, 5, 9, 10, 14, 15, 19],
+        [6, 7],
+        [11, 12],
+        [16, 17],
+    ]
+    assert [a.wire_bytes for a in plan.unmerged] == [300 * WORLD] * 4
 
 
 def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
@@ -17,6 +17,13 @@ from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
 from torch_ext_bucketing.graph.nodes import Kind, Tag, kind_of
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer, train
+
+
+def mesh_for(mode: str, ranks: int = 4) -> DeviceMesh:
+    """Make the mesh of a mode of ``data_parallel``; two replicas for ``"hybrid_shard"``."""
+    if mode != "hybrid_shard":
+        return init_device_mesh("cpu", (ranks,))
+    return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
 
 
 class Block(nn.Module):

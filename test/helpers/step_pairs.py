@@ -126,6 +126,8 @@ class Pair:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = None
+        if value := self.options.get("clip_value"):
+            nn.utils.clip_grad_value_(model.parameters(), value)
         if self.max_norm is not None:
             norm_type = self.options.get("norm_type", 2.0)
             total = nn.utils.clip_grad_norm_(model.parameters(), self.max_norm, norm_type)

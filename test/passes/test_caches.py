@@ -314,7 +314,7 @@ def test_no_cache_keeps_a_graph_for_all_ranks_with_the_place_of_one(caplog, monk
     monkeypatch.setattr(CompiledFxGraph, "__init__", init)
     dist.init_process_group("fake", rank=3, world_size=4)
     try:
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for look in (lambda m: m.get_coordinate() is None, lambda m: m.size(0)):
             pickle.dumps(made(look))
             assert not caplog.messages

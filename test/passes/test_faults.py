@@ -23,6 +23,7 @@ from collective_graphs import (
     trace,
 )
 from random_graphs import odd_graph
+from sharded_models import mesh_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -797,8 +798,8 @@ def test_scalars_are_not_sharded_and_nothing_else_is_then(mode):
     model = Blocks()
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
     names = [n for n, _ in model.named_parameters()]
-    mesh = init_device_mesh("cpu", (2,) if mode == "fully_shard" else (1, 2))
-    with pytest.raises(ValueError, match="parameter scale is a scalar"):
+    mesh = mesh_for(mode, 2)
+    with pytest.raises(ValueError, match="Change scale to a 1D tensor"):
         teb.data_parallel(model, mesh, mode)
     for bad in ({"param_dtype": "bf16"}, {"reduce_dtype": 16}):
         with pytest.raises(TypeError, match="_dtype must be a dtype or None, got"):

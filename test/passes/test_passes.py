@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.fx as fx
 from expecttest import assert_expected_inline
-from sharded_models import TWO_BLOCKS_FQNS, Keep, TwoBlocks, checkpointed, collectives, step
+from sharded_models import (
+    TWO_BLOCKS_FQNS,
+    Keep,
+    TwoBlocks,
+    checkpointed,
+    collectives,
+    mesh_for,
+    step,
+)
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -252,7 +260,7 @@ def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
 
 def test_all_reduces_only_when_asked_for(fake_world):
     for kinds, left in ((("all_gather", "reduce_scatter"), 10), (("all_reduce",), 3)):
-        model = data_parallel(TwoBlocks(), init_device_mesh("cpu", (2, 2)), "hybrid_shard")
+        model = data_parallel(TwoBlocks(), mesh_for("hybrid_shard"), "hybrid_shard")
         report = compiled_step([BucketByUnit(order(), kinds=kinds)], model)
         assert report.collectives_after["all_reduce"] == left
 
@@ -282,9 +290,7 @@ def test_uncovered_parameters_are_named_once(fake_world):
 
 def by_cap(*args, mode="fully_shard", **options):
     """Bucket a step by size and return the report."""
-    model = data_parallel(
-        TwoBlocks(), init_device_mesh("cpu", (2, 2) if mode == "hybrid_shard" else (4,)), mode
-    )
+    model = data_parallel(TwoBlocks(), mesh_for(mode), mode)
     return compiled_step([ReshardAfterForward(), BucketByCap(*args, **options)], model)
 
 

@@ -76,21 +76,12 @@ def test_a_bound_that_the_fastest_order_misses_is_met_without_giving_the_gain_aw
     wanted = schedule(spike(), [Overlap(), PeakMemory(ratio=2.0)], machine=on)
     assert wanted.step_ms == pytest.approx((15.0, 9.0), abs=0.01)
     assert wanted.peak_bytes[1] - wanted.peak_bytes[0] == DIM * DIM * 4
-    assert wanted.bounds_cost_ms == 0
-    assert not wanted.notes
 
     kept = schedule(spike(), [Overlap(), PeakMemory(ratio=1.0)], machine=on)
     assert kept.misses == 0
     assert kept.peak_bytes[1] <= kept.limit_bytes == kept.peak_bytes[0]
     # The reduction has 2 of its 6 ms left when the table needs room.
     assert kept.step_ms[1] == pytest.approx(11.0, abs=0.01)
-    assert kept.bounds_cost_ms == pytest.approx(2.0, abs=0.01)
-    assert "bounds cost, ms" in kept.to_text()
-    (note,) = kept.notes
-    assert note.startswith(
-        "PeakMemory(gib=None, ratio=1.0, host_gib=None) costs 2.0 of 11.0 ms: in an order without it these buckets "
-        "take 9.0 ms, with a peak of "
-    )
     assert not kept.warnings
 
 
@@ -131,4 +122,5 @@ def test_a_looser_bound_costs_no_more(ratio):
     report = scheduled([Overlap(), PeakMemory(ratio=ratio)])
     assert report.misses == 0
     assert report.peak_bytes[1] <= ratio * report.reference_bytes
-    assert 0 <= report.bounds_cost_ms <= 4.0
+    free = scheduled([Overlap(), PeakMemory(ratio=9.0)])
+    assert report.step_ms[1] <= free.step_ms[1] + 4.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from random_graphs import Builder
 
-from torch_ext_bucketing.graph.fusion import fused
+from torch_ext_bucketing.graph.fusion import Operators, fused
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Machine
 
@@ -34,7 +34,7 @@ class Graph(Builder):
             if self.device == "cuda" and isinstance(value := node.meta.get("val"), torch.Tensor):
                 value.fake_device = torch.device("cuda:0")
         nodes = [n for n in self.graph.nodes if n.op == "call_function"]
-        found = fused(nodes, Costs().result_bytes, absent).kernels
+        found = fused(nodes, Operators(Costs().result_bytes), absent).kernels
         return [(list(k.shares), k.nbytes) for k in found]
 
 

@@ -20,6 +20,7 @@ from torch_ext_bucketing.graph.nodes import is_wait, kind_of, updates_of
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.reports.compile import StepReport
 from torch_ext_bucketing.step import update
+from torch_ext_bucketing.step.norm import CLAMP
 from torch_ext_bucketing.step.rules import UPDATE
 from torch_ext_bucketing.testing.training import digest
 
@@ -102,6 +103,21 @@ def test_the_norm_is_one_all_reduce(model):
     assert sum(n.target is torch.ops.aten._foreach_mul_.Tensor for n in nodes) == 1
 
 
+def test_clipping_by_value_and_watched_norms_leave_updates_at_their_reductions(model):
+    passes = teb.recipe(model, units=UNITS, machine=NO_HOST)
+    adam = adamw(model, foreach=True)
+    step, report, nodes = planned(model, adam, passes=passes, clip_value=0.1, norms=[2.0])
+    assert report.norm_reductions is None
+    assert len(report.updates) == 6
+    clamps = [n for n in nodes if n.target is CLAMP]
+    assert len(clamps) == 3  # one per reduction
+    assert sum(kind_of(n) == "all_reduce" for n in nodes) == 1
+    updates = [i for i, n in enumerate(nodes) if n.target is UPDATE]
+    waits = [i for i, n in enumerate(nodes) if is_reduced(n)]
+    assert updates[0] < waits[-1]
+    assert step.norms[2.0].keys() == dict(model.named_parameters()).keys()
+
+
 def test_calls_that_wait_for_the_norm_allocate_a_bounded_number_of_bytes(model, monkeypatch):
     largest = max(largest_shard_bytes(p) for p in model.parameters())
     monkeypatch.setattr(update, "_CALL_BYTES", largest)
@@ -152,6 +168,12 @@ def test_bad_input_is_refused_before_anything_is_compiled(model):
     adam = adamw(model)
     with pytest.raises(ValueError, match="max_norm must be positive"):
         teb.train_step(model, adam, loss_of, max_norm=-1.0)
+    with pytest.raises(ValueError, match="not both"):
+        teb.train_step(model, adam, loss_of, max_norm=1.0, clip_value=1.0)
+    with pytest.raises(ValueError, match="clip_value must be positive"):
+        teb.train_step(model, adam, loss_of, clip_value=0.0)
+    with pytest.raises(TypeError, match="norms must be a list of orders"):
+        teb.train_step(model, adam, loss_of, norms=2.0)
     with pytest.raises(ValueError, match="belong to max_norm="):
         teb.train_step(model, adam, loss_of, skip_nonfinite=True)
     with pytest.raises(ValueError, match="evaluates the model by a closure"):

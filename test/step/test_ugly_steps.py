@@ -128,6 +128,31 @@ def other_norms(rank: int, make) -> list[bool]:
     return [pair.take(n) and pair.step.total_norm.item() > 1e-3 for pair in pairs for n in range(2)]
 
 
+def watched(rank: int, make) -> list[bool]:
+    """Clip by value, and look at norms of each parameter, with microbatches and empty shards."""
+    orders, found = [2.0, float("inf")], []
+    for options in ({"max_norm": None, "clip_value": 1e-3}, {"max_norm": 0.1}):
+        pair = Pair(rank, make, norms=orders, **options)
+        for n in range(2):
+            for batch in (2 * n, 2 * n + 1):
+                loss_of(pair.eager, pair.tokens(batch)).backward()
+            grads = {
+                name: p.grad.full_tensor()
+                for name, p in pair.eager.named_parameters()
+                if p.grad is not None
+            }
+            pair.eager.zero_grad()
+            found += [pair.take(2 * n, 2 * n + 1), list(pair.step.norms) == orders]
+            for order, norms in pair.step.norms.items():
+                whole = {name: torch.linalg.vector_norm(g, order) for name, g in grads.items()}
+                found.append(norms.keys() == whole.keys())
+                # A norm of norms rounds otherwise.
+                found += [torch.allclose(norms[n], whole[n], rtol=1e-6) for n in whole]
+            largest = max(pair.step.norms[float("inf")].values())
+            found.append(largest == max(g.abs().max() for g in grads.values()))
+    return found
+
+
 def between(rank: int, make) -> list[bool]:
     """Take an eager step between planned ones, and load the state that was saved."""
     pair = Pair(rank, make, model=mild)
@@ -263,6 +288,7 @@ CASES = [
     (mixed_dtypes, adamw),
     (unclipped, plain_sgd, dampened, fused),
     (other_norms, sgd),
+    (watched, adamw),
     (between, adamw),
     (rates, tensor_rate),
     slow(rates, sgd),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -53,39 +54,51 @@ def _is_tagged(node: fx.Node) -> bool:
     )
 
 
-# CUDA's attention operators are tagged as random because they may drop values out. Since torch 2.14
-# the partitioner reads dropout_p, too. Until 2.13 it takes such a call for a draw, and recomputes
-# it with the saved state of a generator: a higher-order operator without a cost, which nothing may
-# pass, and an output after the meshes among the outputs, where AOTAutograd expects tensors.
-def reads_dropout() -> bool:
-    """Return whether torch's partitioner takes a call without dropout for one that draws."""
+class Partitioner(CustomPartitionerFn):
+    """A partitioner, Inductor's if None, without two faults of torch's at random operators."""
+
+    # A class of this module and not of a function, since Inductor's cache keys pickle its config.
+
+    def __init__(self, given: Partition | None) -> None:
+        self._given = given
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with private_torch():
+            from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        partition = self._given or min_cut_rematerialization_partition
+        operators = _stand_in_for_calls_without_dropout(gm)
+        halves = partition(gm, joint_inputs, **kwargs)
+        for half in (gm, *halves) if operators else ():
+            for node in half.graph.nodes:
+                if node.op == "call_function":
+                    node.target = operators.get(node.target, node.target)
+            half.recompile()
+        forward, backward = halves
+        _save_states_before_meshes(forward, backward, kwargs["num_fwd_outputs"])
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """Return the given partitioner's, or the name of Inductor's; None: graphs aren't cached."""
+        return "min_cut" if self._given is None else self._given.uuid()  # type: ignore[attr-defined]
+
+
+def _stand_in_for_calls_without_dropout(joint: fx.GraphModule) -> dict[Any, Any]:
+    """Replace operators by functions without tags; map these to the operators."""
+    # CUDA's attention operators are tagged as random because they may drop values out. Since torch
+    # 2.14 the partitioner reads dropout_p, too. Until 2.13 it takes such a call for a draw, and
+    # recomputes it with the saved state of a generator: a higher-order operator without a cost,
+    # which nothing may pass.
     with private_torch():
         from torch._functorch import partitioners
 
-    return hasattr(partitioners, "is_rng_op")
-
-
-def without_draws(partition: Partition) -> Partition:
-    """Make a partitioner recompute marked calls without dropout as it does others."""
-    if reads_dropout():
-        return partition
-    # Functions without tags stand for operators while the partitioner runs.
-
-    def run(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        stands: dict[Any, Callable[..., Any]] = {}
-        for node in joint.graph.nodes:
-            if must_recompute(node) and _is_tagged(node) and not draws(node):
-                node.target = stands.setdefault(node.target, _stand_for(node.target))
-        halves = partition(joint, inputs, **kwargs)
-        of_stand = {stand: target for target, stand in stands.items()}
-        for gm in (joint, *halves) if stands else ():
-            for node in gm.graph.nodes:
-                if node.op == "call_function":
-                    node.target = of_stand.get(node.target, node.target)
-            gm.recompile()
-        return halves
-
-    return run
+    if hasattr(partitioners, "is_rng_op"):
+        return {}
+    stands: dict[Any, Callable[..., Any]] = {}
+    for node in joint.graph.nodes:
+        if must_recompute(node) and _is_tagged(node) and not draws(node):
+            node.target = stands.setdefault(node.target, _stand_for(node.target))
+    return {stand: target for target, stand in stands.items()}
 
 
 def _stand_for(target: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -96,24 +109,55 @@ def _stand_for(target: torch._ops.OpOverload) -> Callable[..., Any]:
     return stand
 
 
-class WithoutDraws(CustomPartitionerFn):
-    """The partitioner ``given``, or Inductor's, through :func:`without_draws`."""
+def _save_states_before_meshes(
+    forward: fx.GraphModule, backward: fx.GraphModule, results: int
+) -> None:
+    """Move generators' states before meshes, among the values that forward saves for backward."""
+    # Backward returns DTensor gradients, so it needs their meshes. AOTAutograd expects saved values
+    # in this order, but ``functionalize_rng_ops`` (torch 2.13 to 2.15) adds the states that
+    # recomputed operators draw from with only the sizes after them:
+    #
+    #                                               before                   after
+    #   results of forward, after the user's        tensors, meshes, states  tensors, states, meshes
+    #   inputs of backward, before the gradients    tensors, meshes, states  tensors, states, meshes
+    output = forward.graph.output_node()
+    saved = list(output.args[0][results:])  # type: ignore[index]
+    states = [node for node in saved if isinstance(node, fx.Node) and _is_drawn_state(node)]
+    if not states:
+        return
+    inputs = backward.graph.find_nodes(op="placeholder")
+    first = saved.index(states[0])
+    while first and _is_object(saved[first - 1]):
+        first -= 1
+    rest = [value for value in saved if value not in states]
+    output.args = ((*output.args[0][:results], *rest[:first], *states, *rest[first:]),)  # type: ignore[index]
+    forward.recompile()
+    read = [n for n in inputs if any(_runs(u, "run_with_rng_state", n) for u in n.users)]
+    first = inputs.index(read[0])
+    while first and _is_object(inputs[first - 1]):
+        first -= 1
+    for node in read:
+        inputs[first].prepend(node)
+    backward.recompile()
 
-    # A class of this module and not of a function, since Inductor's cache keys pickle its config.
 
-    def __init__(self, given: CustomPartitionerFn | None) -> None:
-        self._given = given
+def _is_object(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value is not None and not isinstance(
+        value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+    )
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with private_torch():
-            from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        chosen = self._given or min_cut_rematerialization_partition
-        return without_draws(chosen)(gm, joint_inputs, **kwargs)
+def _is_drawn_state(node: fx.Node) -> bool:
+    call, number = node.args if node.target is operator.getitem else (None, None)
+    return isinstance(call, fx.Node) and number == 0 and _runs(call, "run_and_save_rng_state")
 
-    def uuid(self) -> Any:
-        """Return the given partitioner's, or the name of Inductor's; None: graphs aren't cached."""
-        return "min_cut" if self._given is None else self._given.uuid()
+
+def _runs(node: fx.Node, name: str, state: fx.Node | None = None) -> bool:
+    """Return whether a node runs a random operator by ``name``, with ``state`` if given."""
+    target = node.target
+    named = isinstance(target, torch._ops.HigherOrderOperator) and target.name() == name
+    return named and (state is None or node.args[0] is state)
 
 
 with private_torch():
@@ -320,7 +364,7 @@ def compile_aot(
     def partition(joint_gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         joint(joint_gm)
         joint_gm.recompile()
-        return without_draws(default_partition)(joint_gm, inputs, **kwargs)
+        return Partitioner(default_partition)(joint_gm, inputs, **kwargs)
 
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         added, with_values = extend(graph)

@@ -27,14 +27,20 @@ from .aot import input_key
 from .fsdp2 import is_distributed, is_part, shard_of
 
 with private_torch():
-    from torch._dynamo import lookup_backend
+    from torch._dynamo import OptimizedModule, lookup_backend
+    from torch._dynamo.comptime import comptime as while_tracing
     from torch._guards import CompileContext, TracingContext, tracing
     from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
+
+# `while_tracing(function)` calls `function(context)` when Dynamo traces the line.
+__all__ = ["while_tracing"]
 
 Compiler = Callable[..., Callable[..., Any]]
 
 _STEP = re.compile(
     r"""\._(?P<table>modules|parameters|buffers)\[(?P<q>['"])(?P<key>.+?)(?P=q)\]"""
+    # The shard that a class of `fsdp.modules` reads.
+    r"""|\._unshards\[(?P<quote>['"])(?P<shard>.+?)(?P=quote)\]\.managed\.sharded_param"""
     r"""|\.(?P<attr>\w+)"""
     r"""|\[(?P<index>\d+)\]"""
 )
@@ -45,22 +51,24 @@ _roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictio
 
 # By pass: the model that a recipe made it for, and that model's FQNs. Not a field of the pass, so
 # that neither its cache key nor its pickle has a model.
-_made_for: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], frozenset[str]]] = (
-    weakref.WeakKeyDictionary()
-)
+_made_for: weakref.WeakKeyDictionary[
+    Any, tuple[Callable[[], torch.nn.Module | None], frozenset[str]]
+] = weakref.WeakKeyDictionary()
 
 
-def names_are_relative_to(model: torch.nn.Module, passes: Iterable[Any] = ()) -> None:
+def names_are_relative_to(
+    model: torch.nn.Module, passes: Iterable[Any] = (), *, keep: bool = False
+) -> None:
     """Register ``model``, weakly, so that FQNs are relative to it whatever part is compiled.
 
     Of models that contain one another, the one registered last is used; a backend with some of
-    ``passes`` uses ``model`` in any case.
+    ``passes`` uses ``model`` in any case. With ``keep`` the passes keep it alive.
     """
     _roots.pop(model, None)
     _roots[model] = None
     known = frozenset(name for name, _, _ in parameters_by_name(model))
     for each in passes:
-        _made_for[each] = weakref.ref(model), known
+        _made_for[each] = (lambda: model) if keep else weakref.ref(model), known
 
 
 def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
@@ -71,8 +79,24 @@ def registered_model(
     parameter: Any, model: torch.nn.Module | None = None
 ) -> torch.nn.Module | None:
     """Return ``model``, or the model registered last, if it has this parameter; else None."""
-    owners = (one for one in _models(model) if any(p is parameter for p in one.parameters()))
-    return next(owners, None)
+    for one in _models(model):
+        if any(p is parameter for _, p, _ in parameters_by_name(one)):
+            return one
+    return None
+
+
+def local_while_tracing(context: Any, name: str) -> Any:
+    """Return the object in a local variable of the function that Dynamo traces.
+
+    ``context`` is the argument of the function given to :data:`while_tracing`.
+    """
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return variable.value
+
+
+def wrapped_by_compile(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that ``torch.compile(module)`` made this one of, or None."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
 
 
 def is_first_compile() -> bool:
@@ -104,8 +128,9 @@ def input_fqns(
     first = reference() if model is None and reference is not None else None
     by_identity: dict[int, str] = {}  # only looked up: ids must not decide an order
     for one in ([] if first is None else [first]) + _models(model):
-        for name, parameter, _ in parameters_by_name(one):
-            by_identity.setdefault(id(parameter), name)
+        for registered in (False, True):  # shards, and what FSDP2 gathered around the graph
+            for name, parameter, _ in parameters_by_name(one, registered):
+                by_identity.setdefault(id(parameter), name)
     fqns: dict[int, str] = {}
     others: list[tuple[int, Any, Any]] = []
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -237,8 +262,9 @@ def _walk(name: str) -> tuple[str | None, bool]:
     steps = list(_STEP.finditer(name, root.end()))
     if "".join(step[0] for step in steps) != name[root.end() :]:
         return None, False
-    path = ".".join(step["key"] or step["attr"] or step["index"] for step in steps)
-    return path, bool(steps) and steps[-1]["table"] == "parameters"
+    path = ".".join(step["key"] or step["shard"] or step["attr"] or step["index"] for step in steps)
+    is_parameter = bool(steps) and bool(steps[-1]["table"] == "parameters" or steps[-1]["shard"])
+    return path, is_parameter
 
 
 def _grapharg_example(placeholder: fx.Node) -> Any | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ..fqns import canonical_fqn, outermost, parameter_names
+from ..fqns import canonical_fqn, format_names, outermost, parameter_names
 from . import private_torch
 from .process_groups import ranks_of
 
@@ -36,9 +36,11 @@ with private_torch():
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         DefaultAllocMixin as DefaultAllocMixin,
     )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Whether this torch packs reduce-scatters by gradient dtype (since 2.15), keeps the dtype of a
@@ -81,39 +83,6 @@ def mesh_of(value: Any) -> Any:
     return value.device_mesh if isinstance(value, DTensor) else None
 
 
-def spanned(
-    mesh: DeviceMesh, placements: Sequence[Any], param: torch.Tensor
-) -> tuple[DeviceMesh, list[Any]]:
-    """Return mesh and placements of a parameter's shards, the data-parallel dimensions first.
-
-    A ``DTensor`` of tensor or expert parallelism keeps its own dimensions after them, and each
-    rank's part is sharded, as by ``FSDPParam._init_sharding_spec_tp``.
-
-    Raises:
-        ValueError: the meshes are not different dimensions of one mesh.
-    """
-    if not isinstance(param, DTensor):
-        return mesh, list(placements)
-    inner = param.device_mesh
-    try:
-        joined = DeviceMesh._concatenate([mesh, inner])
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"is a DTensor on {inner}, and the given mesh is {mesh}: both must be different, named "
-            'dimensions of one mesh, as init_device_mesh(..., mesh_dim_names=("dp", "tp"))["dp"]; '
-            f"and shard a model once ({error})"
-        ) from error
-    outer = []
-    for placement in placements:
-        if placement.is_shard():
-            ways = zip(inner.shape, param.placements, strict=True)
-            parts = math.prod(n for n, p in ways if getattr(p, "dim", None) == placement.dim)
-            if parts > 1:
-                placement = _StridedShard(placement.dim, split_factor=parts)
-        outer.append(placement)
-    return joined, [*outer, *param.placements]
-
-
 def placed(tensor: Any) -> tuple[bool, bool]:
     """Return whether a distributed parameter is sharded, and whether it has replicas."""
     # Replicas are a mesh's first dimension. Inner replication belongs to tensor parallelism.
@@ -144,6 +113,12 @@ def largest_shard_bytes(tensor: Any) -> int:
     """Return the bytes of a parameter's shard on the rank that has most."""
     # Bounds on memory count these: they are alike on every rank, and so are plans.
     return largest_shard_numel(tensor) * shard_of(tensor).element_size()
+
+
+def unevenness(tensor: Any) -> float:
+    """Return the bytes of a parameter's largest shard over the mean of all shards."""
+    ranks = math.prod(mesh.shape[dim] for mesh, dim in sharded_dims(tensor))
+    return largest_shard_numel(tensor) * ranks / max(1, int(tensor.numel()))
 
 
 def sharded_dims(tensor: Any) -> tuple[tuple[Any, int], ...]:
@@ -215,6 +190,13 @@ class Casts(NamedTuple):
         return cls(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
 
 
+class Setting(NamedTuple):
+    """A setting that only eager FSDP2 can follow: its method or argument, and the code it is of."""
+
+    name: str
+    code: str
+
+
 @dataclass(frozen=True)
 class ParamGroup:
     """One payload of a model on FSDP2, eager or ours."""
@@ -231,8 +213,184 @@ class ParamGroup:
     # resharded to.
     reshard: bool | int
     casts: Casts  # of its unit's inputs and outputs
-    # Settings that only eager FSDP2 has, as the code that makes them.
-    eager_only: tuple[str, ...] = ()
+    eager_only: tuple[Setting, ...] = ()
+
+
+class Layout(NamedTuple):
+    """How ranks share a parameter, and the dtypes that it travels in."""
+
+    mesh: DeviceMesh  # of 1 or 2 dimensions
+    shard_dim: int | None  # the mesh dimension of the shards; None: whole copies
+    replica_dim: int | None  # the mesh dimension of the replicas, or None
+    dim: int  # the tensor's dimension that is sharded
+    param_dtype: torch.dtype | None  # of the gathered parameter, if it has floating point
+    reduce_dtype: torch.dtype | None  # of the reduction; None: see `Sent`
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share one copy."""
+        return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
+
+    @property
+    def replicas(self) -> int:
+        """The number of copies."""
+        return 1 if self.replica_dim is None else self.mesh.size(self.replica_dim)
+
+
+def layout_of(managed: FSDPParam, group: FSDPParamGroup) -> Layout:
+    """Return the layout of one parameter of a group."""
+    info = managed.mesh_info
+    policy = getattr(managed, "mp_policy", None) or group.mp_policy
+    dims = info.shard_mesh_dim, info.replicate_mesh_dim
+    dim = managed.fsdp_placement.dim
+    return Layout(info.mesh, *dims, dim, policy.param_dtype, policy.reduce_dtype)
+
+
+def sharded_parameter(managed: FSDPParam, registered: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's shard, whichever of FSDP2's tensors the module has ``registered``."""
+    if managed.sharded_state == ShardedState.SHARDED:
+        return registered
+    return managed.sharded_param
+
+
+def places_of(managed: FSDPParam) -> list[tuple[nn.Module, str]]:
+    """List the modules that share a parameter, each with its name there."""
+    info = managed._module_info
+    others = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *others]
+
+
+def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
+    """Return the param groups of one call: one per mesh that it sends parameters to."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in ([state._fsdp_param_group] if groups is None else groups) if g is not None]
+
+
+def replicate_modules(
+    modules: nn.Module | list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> None:
+    """Give every rank of a 1-D mesh a whole copy of each parameter, as FSDP2's ``replicate``."""
+    with private_torch():
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(modules, mesh=mesh, mp_policy=policy)
+
+
+class UndoSharding:
+    """Restores modules after a ``fully_shard`` call that failed, as they were when it is made."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._saved = []
+        for module in dict.fromkeys(m for root in roots for m in root.modules()):
+            copies = {k: dict(v) for k, v in vars(module).items() if isinstance(v, dict)}
+            state = _composable_state._module_state_mapping.get(module)
+            self._saved.append((module, type(module), dict(vars(module)), copies, state))
+
+    def __call__(self) -> None:
+        """Restore the modules."""
+        for module, cls, attributes, copies, state in self._saved:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, items in copies.items():
+                attributes[name].clear()
+                attributes[name].update(items)
+            if state is None:
+                _composable_state._module_state_mapping.pop(module, None)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return the state of the ``fully_shard`` call that a module was given to, or None."""
+    with private_torch():
+        state = _composable_state._get_module_state(module)
+    return state if isinstance(state, FSDPState) else None
+
+
+def take_hooks(
+    state: FSDPState, module: nn.Module, pre_forward: Any, post_forward: Any
+) -> tuple[Any, Any]:
+    """Put hooks in the places of FSDP2's on a module of a new unit, and return FSDP2's."""
+    # They are the first to run before forward, and the last one added after it.
+    key, before = next(iter(module._forward_pre_hooks.items()))
+    module._forward_pre_hooks[key] = pre_forward
+    key, after = next(reversed(module._forward_hooks.items()))
+    module._forward_hooks[key] = post_forward
+    # Dynamo does not trace hooks that run after an error.
+    module._forward_hooks_always_called.pop(key, None)
+    # `register_fsdp_forward_method` calls these.
+    state._pre_forward, state._post_forward = pre_forward, post_forward
+    return before, after
+
+
+def prepare_group(group: FSDPParamGroup, travels_together: bool) -> None:
+    """Take up new parameters, tie and check them, as FSDP2 does at the first forward.
+
+    Without ``travels_together`` dtypes in the group may differ.
+
+    Raises:
+        RuntimeError: parameters are still on the meta device.
+        AssertionError: dtypes in the group differ (FSDP2's own).
+    """
+    paths = {m: path for root in group.modules for path, m in root.named_modules()}
+    registered = [places_of(managed)[0] for managed in group.fsdp_params]
+    on_meta = [
+        f"{paths[module]}.{name}".lstrip(".")
+        for module, name in registered
+        if module._parameters[name].is_meta  # type: ignore[union-attr]
+    ]
+    if on_meta:
+        raise RuntimeError(
+            f"{len(on_meta)} parameter(s) of a {type(group.modules[0]).__name__}, a fully_shard() "
+            f"unit, are on the meta device: {format_names(on_meta)}. Materialize them, "
+            "model.to_empty(device=...), and initialize or load their values before forward"
+        )
+    if travels_together:
+        group.lazy_init()
+    elif group.is_sharded:
+        for managed in group.fsdp_params:
+            managed.reset_sharded_param()
+    if group.is_sharded:
+        for managed in group.fsdp_params:
+            managed._setattr_on_modules(managed.sharded_param)
+
+
+def reshard_after_traced_backward(group: FSDPParamGroup) -> None:
+    """Free the full parameters of a group when a graph has reduced one of their gradients.
+
+    FSDP2's own backward does so before the optimizer changes the shards. Graphs read the shards,
+    and an evaluation without a graph would read full parameters from before the change.
+    """
+
+    def reshard(_: torch.Tensor) -> None:
+        is_traced = group._training_state == TrainingState.IDLE
+        if is_traced and not group.is_sharded and group.reshard_after_backward:
+            group.reshard()
+
+    for managed in group.fsdp_params:
+        if managed.sharded_param.requires_grad:
+            managed.sharded_param.register_post_accumulate_grad_hook(reshard)
+
+
+def grad_hooks(param: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """Return a user's hooks before and after a parameter's gradient is accumulated."""
+    accumulated = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    package = __name__.partition(".")[0]  # which has hooks of its own
+    users = [
+        hook
+        for hook in accumulated.values()
+        if getattr(hook, "__module__", "").partition(".")[0] != package
+    ]
+    return list((param._backward_hooks or {}).values()), users
+
+
+def unsharded_parameters(group: FSDPParamGroup) -> list[nn.Parameter]:
+    """Return the full parameters that a group has gathered before."""
+    return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
+def is_inner_state(state: FSDPState) -> bool:
+    """Return whether a module around the state's runs, or has run, by FSDP2's own hooks."""
+    return state._is_root is False
 
 
 def policy_for(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
@@ -257,24 +415,11 @@ def sent(
     return Sent(dim, tuple(shards), tuple(replicas), dtype, gathered, reduced, factor, only_sums)
 
 
-def is_wrapped(model: nn.Module) -> bool:
-    """Return whether ``fully_shard`` was called on ``model`` or a module in it."""
-    return bool(_states_in(model))
-
-
-def _states_in(model: nn.Module) -> list[FSDPState]:
-    """Return the FSDP2 states of a model's modules, each once."""
-    with private_torch():
-        states = dict.fromkeys(map(_composable_state._get_module_state, model.modules()))
-    return [state for state in states if isinstance(state, FSDPState)]
-
-
-def read_param_groups(model: nn.Module) -> list[ParamGroup]:
-    """Read a model's param groups in the order of the ``fully_shard`` calls.
+def read_param_groups(model: nn.Module, states: Sequence[FSDPState]) -> list[ParamGroup]:
+    """Read the param groups of calls in a model, in the order of the calls.
 
     Works before and after FSDP2's lazy initialization. FQNs are relative to ``model``.
     """
-    states = _states_in(model)
     if not states:
         raise ValueError(
             f"{type(model).__name__} has no FSDP2 module: call fully_shard() on it first, or use "
@@ -284,7 +429,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
     module_names = {m: canonical_fqn(n) for n, m in model.named_modules()}
     roots = outermost(module for state in states for module in state._modules)
     groups: list[ParamGroup] = []
-    for state, group in _groups_of(states):
+    for state, group in _groups_in_order(states):
         names_of_each = [_names_of(fsdp_param, names) for fsdp_param in group.fsdp_params]
         params = tuple(fqns[0] for fqns in names_of_each)
         # Lazy initialization keeps the root's parameters, unless the call chose for them.
@@ -299,10 +444,23 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
                 sent=tuple(_sent(p, group) for p in group.fsdp_params),
                 reshard=False if is_root else _reshard(group),
                 casts=Casts.of(state._mp_policy),
-                eager_only=tuple(_eager_only(group)),
+                eager_only=tuple(eager_settings(state)),
             )
         )
     return groups
+
+
+def sent_by_name(model: nn.Module) -> dict[str, Sent]:
+    """Describe how each parameter of a model on FSDP2 is sent, by each of its FQNs."""
+    names = parameter_names(model)
+    states = list(dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None))
+    return {
+        fqn: _sent(managed, group)
+        for state in states
+        for group in groups_of(state)
+        for managed in group.fsdp_params
+        for fqn in _names_of(managed, names)
+    }
 
 
 def _sent(fsdp_param: Any, group: Any) -> Sent:
@@ -327,21 +485,48 @@ def _reshard(group: Any) -> bool | int:
     return int(after.shard_mesh_size)
 
 
-def _eager_only(group: Any) -> Iterable[str]:
-    if isinstance(group.offload_policy, CPUOffloadPolicy):
-        yield "offload_policy=CPUOffloadPolicy()"
-    parts = {
-        "set_custom_all_gather": group._all_gather_comm,
-        "set_custom_reduce_scatter": group._reduce_scatter_comm,
-        "set_all_reduce_hook": group._all_reduce_hook,
-    }
-    for method, part in parts.items():
-        home = getattr(part, "__module__", "").partition(".")[0]
-        # This package's own add in rank order, which a compiled step can do, too.
-        if part is not None and home not in ("torch", __name__.partition(".")[0]):
-            yield f"{method}({getattr(part, '__name__', type(part).__name__)})"
-    if getattr(group, "reduce_scatter_unused_params", False):
-        yield "set_reduce_scatter_unused_params(True)"
+def eager_settings(state: FSDPState) -> Iterator[Setting]:
+    """Yield the settings of a ``fully_shard`` call that a graph can't follow."""
+    for group in groups_of(state):
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            yield Setting("offload_policy", "offload_policy=CPUOffloadPolicy()")
+        if getattr(group.mesh_info, "is_spmd_mesh", False):
+            yield Setting("dp_mesh_dims", "dp_mesh_dims=")
+        for managed in group.fsdp_params:
+            if _grad_dtype(managed) != managed.sharded_param.dtype:
+                code = f"grad_dtype = {_grad_dtype(managed)}"
+                yield Setting("grad_dtype", f"{code} of {managed._module_info.param_name}")
+        parts = {
+            "set_custom_all_gather": group._all_gather_comm,
+            "set_custom_reduce_scatter": group._reduce_scatter_comm,
+            "set_all_reduce_hook": group._all_reduce_hook,
+        }
+        for method, part in parts.items():
+            home = getattr(part, "__module__", "").partition(".")[0]
+            # This package's own add in rank order, which a compiled step can do, too.
+            if part is not None and home not in ("torch", __name__.partition(".")[0]):
+                yield Setting(method, f"{method}({getattr(part, '__name__', type(part).__name__)})")
+        flags = {
+            "set_requires_gradient_sync": (group.reduce_grads, True),
+            "set_requires_all_reduce": (group.all_reduce_grads, True),
+            "set_reshard_after_backward": (group.reshard_after_backward, True),
+            "set_reduce_scatter_unused_params": (
+                getattr(group, "reduce_scatter_unused_params", False),
+                False,
+            ),
+        }
+        for method, (value, followed) in flags.items():
+            if value is not followed:
+                yield Setting(method, f"{method}({value})")
+        factor, shards = (
+            group.gradient_divide_factor,
+            getattr(group.mesh_info, "shard_mesh_size", 1),
+        )
+        dtypes = [_sent(managed, group).reduced for managed in group.fsdp_params]
+        # Other dtypes are divided before the sum.
+        averaged = any(dtype in (torch.float32, torch.bfloat16, None) for dtype in dtypes)
+        if averaged and not group.force_sum_reduction_for_comms and factor not in (None, 1, shards):
+            yield Setting("set_gradient_divide_factor", f"set_gradient_divide_factor({factor})")
 
 
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
@@ -368,17 +553,11 @@ def _grad_dtype(fsdp_param: Any) -> Hashable:
     return fsdp_param.sharded_param.dtype
 
 
-def _groups_of(states: list[FSDPState]) -> list[tuple[FSDPState, Any]]:
+def _groups_in_order(states: Sequence[FSDPState]) -> list[tuple[FSDPState, FSDPParamGroup]]:
     """Return states and their param groups in the order of the ``fully_shard`` calls."""
     # A state does not record when it was made, but the calls fill this table in their order.
     made = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
-    groups: list[tuple[FSDPState, Any]] = []
-    for state in [state for state in made if state in states]:
-        if hasattr(state, "_fsdp_param_groups"):
-            groups += [(state, group) for group in state._fsdp_param_groups]
-        elif state._fsdp_param_group is not None:
-            groups.append((state, state._fsdp_param_group))
-    return groups
+    return [(state, group) for state in made if state in states for group in groups_of(state)]
 
 
 def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:

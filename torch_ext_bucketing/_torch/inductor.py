@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch._inductor import config as inductor_config
 
 from . import private_torch
-from .aot import WithoutDraws, Wrap, reads_dropout, size_with, symbol_facts
+from .aot import Partitioner, Wrap, size_with, symbol_facts
 from .caches import watched_caches
 from .without_device import Planned
 
@@ -122,14 +122,14 @@ def compile_inductor(
         "bucket_all_gathers_fx": "none",
         "bucket_reduce_scatters_fx": "none",
         "bucket_all_reduces_fx": "none",
+        "custom_partitioner_fn": Partitioner(
+            options.get("custom_partitioner_fn", config.custom_partitioner_fn)
+        ),
         "unsafe_marked_cacheable_functions": {
             **config.unsafe_marked_cacheable_functions,
             **(cacheable or {}),
         },
     }
-    if not reads_dropout():
-        given_fn = options.get("custom_partitioner_fn", config.custom_partitioner_fn)
-        patches["custom_partitioner_fn"] = WithoutDraws(given_fn)
     for entry in ("collective_bucketing", "pre_bucketing_fsdp_collectives"):
         if hasattr(config.aten_distributed_optimizations, entry):
             patches[f"aten_distributed_optimizations.{entry}"] = False

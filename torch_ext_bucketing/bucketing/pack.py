@@ -462,7 +462,7 @@ def _apply_bucket(
     layout, offset = [], 0  # bytes from the start of each rank's part of the buffer
     for m in payload:
         name = str(m.dtype).removeprefix("torch.")
-        layout.append(PayloadMember(m.fqns, offset, m.nbytes, m.shape, name))
+        layout.append(PayloadMember(m.fqns, offset, m.nbytes, m.shape, name, m.rows))
         offset += m.nbytes
     wire = (first.group, first.ranks, first.reduce_op)
 

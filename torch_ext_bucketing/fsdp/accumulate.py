@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import check_argument
-from .shard import Unshard, reduced
+from .gather import Unshard, reduced
 
 
 class _ReduceLate(torch.autograd.Function):

@@ -11,7 +11,7 @@ computes the full parameter from them. torchao's weights do so::
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from .._torch.aot import FakeTensorMode, fake_mode_of
-from .._torch.fsdp2 import map_parts, parts_of, shard_of, spanned
+from .._torch.fsdp2 import Layout, map_parts, parts_of, shard_of
 
 _c10d = torch.ops._c10d_functional
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -31,6 +30,17 @@ _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 def extends_gather(tensor: torch.Tensor) -> bool:
     """Return whether a parameter has an all-gather extension."""
     return any(hasattr(tensor, method) for method in _METHODS)
+
+
+def check_methods(name: str, param: torch.Tensor) -> None:
+    """Raise a TypeError for a parameter that has one of FSDP2's two methods."""
+    cls = type(param.data)
+    missing = [method for method in _METHODS if not hasattr(cls, method)]
+    if len(missing) == 1:
+        raise TypeError(
+            f"parameter {name}, a {cls.__name__}, has no {missing[0]}(): FSDP2's protocol needs "
+            "both"
+        )
 
 
 class Extension:
@@ -43,17 +53,20 @@ class Extension:
     def __init__(
         self,
         name: str,
-        param: torch.Tensor,
         module: nn.Module,
-        mesh: DeviceMesh,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        param: torch.Tensor,
+        layout: Layout,
+        shape: torch.Size | None = None,
     ) -> None:
+        """Check a parameter before it is sharded, or with ``shape`` a shard of that full shape."""
+        if layout.dim:
+            raise ValueError(f"parameter {name} has an all-gather extension: shard it on dim 0")
+        mesh = layout.mesh
+        if mesh.ndim > 1:  # FSDP2 has checked that its dimensions have names
+            mesh = mesh[mesh.mesh_dim_names[layout.shard_dim]]  # type: ignore[index]
+        param_dtype, reduce_dtype = layout.param_dtype, layout.reduce_dtype
         cls = type(param.data)
         self.what = f"parameter {name}, a {cls.__name__}"
-        missing = [method for method in _METHODS if not hasattr(cls, method)]
-        if missing:
-            raise TypeError(f"{self.what}, has no {missing[0]}(): FSDP2's protocol needs both")
         if not hasattr(cls, "__tensor_flatten__"):
             raise TypeError(
                 f"{self.what}, has no __tensor_flatten__(), which torch.compile needs of a subclass"
@@ -67,14 +80,16 @@ class Extension:
         self.pre, self.post = (getattr(cls, method) for method in _METHODS)
         self.ranks = mesh.size()
         self.group = mesh.get_group().group_name
-        self.shape, self.stride = param.shape, torch.empty(param.shape, device="meta").stride()
+        self.shape = param.shape if shape is None else shape
+        self.stride = torch.empty(self.shape, device="meta").stride()
         floating = param.dtype.is_floating_point
         self.dtype = (param_dtype if floating else None) or param.dtype
         self.arguments: tuple[Any, ...] = (mesh,)
         if len(signature.parameters) == 5:
             policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
             self.arguments = (mesh, self.shape, self.stride, module, policy)
-        self._check(param)
+        if shape is None:
+            self._check(param)
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Gather the full parameter."""
@@ -137,44 +152,22 @@ class Extension:
         return result
 
 
-def distribute(
-    param: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], from_first: bool
-) -> DTensor:
-    """Shard a parameter, with the operators that eager FSDP2 requires of a tensor subclass.
-
-    With ``from_first`` the values are those of rank 0, otherwise each rank's own. Each rank shards
-    its part of a ``DTensor``.
-    """
-    with torch.no_grad():
-        joined, placed = spanned(mesh, placements, param)
-        local = shard_of(param).detach()
-        if from_first:
-            local = map_parts(local, lambda part: _from_first(part, mesh))
-        for mesh_dim, placement in enumerate(placements):
-            if placement.is_shard():
-                rank, ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
-                local = _shard(local, rank, ranks, placement.dim)
-        stride = torch.empty(param.shape, device="meta").stride()
-        return DTensor.from_local(
-            local, joined, placed, run_check=False, shape=param.shape, stride=stride
-        )
+def broadcast_from_first(params: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Give parameters, or ranks' parts of them, the values of the mesh's first rank, in place."""
+    for param in params:
+        for part in parts_of(shard_of(param).detach()):
+            if not part.is_meta and fake_mode_of(part) is None:
+                for dim in range(mesh.ndim):
+                    dist.broadcast(_as_known(part), group=mesh.get_group(dim), group_src=0)
 
 
-def _from_first(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    if part.is_meta or fake_mode_of(part) is not None:
-        return part
-    part = part.clone()
-    for dim in range(mesh.ndim):
-        dist.broadcast(_as_known(part), group=mesh.get_group(dim), group_src=0)
-    return part
-
-
-def _shard(full: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> torch.Tensor:
-    chunks = torch.chunk(full, ranks, dim)
+def _shard(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Return one rank's rows, as eager FSDP2 takes them: a part of rows with padding."""
+    chunks = torch.chunk(full, ranks)
     padded = full.new_zeros(chunks[0].shape)
     if rank >= len(chunks):
-        return padded.narrow(dim, 0, 0)
-    part = padded.narrow(dim, 0, chunks[rank].shape[dim])
+        return padded.narrow(0, 0, 0)
+    part = padded.narrow(0, 0, chunks[rank].shape[0])
     part.copy_(chunks[rank])
     return part
 

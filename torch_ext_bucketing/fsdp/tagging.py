@@ -25,7 +25,16 @@ import torch.utils._pytree as pytree
 from .._torch.aot import Halves, base_input, gradient_outputs, input_key
 from ..fqns import canonical_fqn
 from ..graph.dependencies import may_run_twice
-from ..graph.nodes import Tag, graph_of, is_bucket, is_compute, kind_of, set_tag, tag_of
+from ..graph.nodes import (
+    Tag,
+    graph_of,
+    is_bucket,
+    is_compute,
+    is_number,
+    kind_of,
+    set_tag,
+    tag_of,
+)
 from ..graph.values import CONSTANTS, SCALES, is_move
 
 T = TypeVar("T")
@@ -46,6 +55,9 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
         w -> abs -> max -> ... -> mul -> all_gather -> wait -> sub -> mul -> t -> mm
                                          ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+
+    A copy that an activation is a part of does not belong to the chain, such as that of attention's
+    logits and a parameter beside them (gpt-oss's sinks): it is an activation, and as large as one.
 
     Starts, and the nodes of each chain, are in graph order.
     """
@@ -74,10 +86,12 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             if all(i.op == "placeholder" or i in before for i in inputs):
                 before[node] = {**union(before, inputs), node: None}
             continue
-        if served and not moves and not is_compute(node) and may_run_twice(node):
+        alone = all(i in ahead or i in made_of or i.target in CONSTANTS for i in inputs)
+        if served and moves:
+            moves = alone or all(i in ahead or i in before or is_number(i) for i in inputs)
+        elif served and not is_compute(node) and may_run_twice(node):
             # An all-gather extension may compute the full parameter here.
             made = {made_of.get(start.all_input_nodes[0]) for start in served}
-            alone = all(i in ahead or i in made_of or i.target in CONSTANTS for i in inputs)
             moves = alone and made.issuperset(sources) and all(map(in_other_form, served))
         if moves:
             ahead[node] = served

@@ -63,7 +63,7 @@ def run_first(module: nn.Module, hook: Callable[..., Any]) -> None:
     hooks = module._forward_pre_hooks
     *before, added = hooks.items()
     casts = [] if isinstance(hook, _CastInputs) else before
-    casts = [item for item in casts if isinstance(item[1], _CastInputs)]
+    casts = [item for item in casts if getattr(item[1], "casts_inputs", False)]
     # Not `prepend=True`: torch 2.11 guards hooks by their places in the dict below an OrderedDict,
     # where the added one stays last.
     ordered = dict([*casts, added, *before])
@@ -154,15 +154,27 @@ def _map(
 
 def register_casts(modules: Sequence[nn.Module], casts: Casts) -> None:
     """Cast the floating-point inputs and outputs of a unit's modules in every future call."""
-    first = modules if CASTS_EACH_MODULE else modules[:1]
-    last = modules if CASTS_EACH_MODULE else modules[-1:]
-    for module in first if casts.inputs is not None else ():
-        run_first(module, _CastInputs(casts))
-    for module in last if casts.outputs is not None else ():
-        module.register_forward_hook(_CastOutputs(casts))
+    for module in modules if casts.inputs is not None else ():
+        run_first(module, _CastInputs(casts, module is modules[0]))
+    for module in modules if casts.outputs is not None else ():
+        module.register_forward_hook(_CastOutputs(casts, module is modules[-1]))
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+def cast_inputs(casts: Casts, is_first: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast the inputs of a unit's module; ``is_first``: the first one in the unit."""
+    if casts.inputs is None or not (is_first or CASTS_EACH_MODULE):
+        return args, kwargs
+    return _cast(args, casts.inputs), _cast(kwargs, casts.inputs)
+
+
+def cast_outputs(casts: Casts, is_last: bool, output: Any) -> Any:
+    """Cast the outputs of a unit's module; ``is_last``: the last one in the unit."""
+    if casts.outputs is None or not (is_last or CASTS_EACH_MODULE):
+        return output
+    return _cast(output, casts.outputs)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     def wanted(item: Any) -> bool | None:
         if not isinstance(item, torch.Tensor):
             return None
@@ -174,14 +186,17 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 @dataclasses.dataclass(frozen=True)
 class _CastInputs:
     casts: Casts
+    is_first: bool
+    casts_inputs = True  # see `run_first`
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _cast(args, self.casts.inputs), _cast(kwargs, self.casts.inputs)
+        return cast_inputs(self.casts, self.is_first, args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _CastOutputs:
     casts: Casts
+    is_last: bool
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, self.casts.outputs)
+        return cast_outputs(self.casts, self.is_last, output)

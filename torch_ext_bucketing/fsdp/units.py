@@ -34,7 +34,7 @@ from ..fqns import (
     unwrapped,
 )
 from ..graph.nodes import kind_of, tag_of
-from .wrapping import param_groups
+from .modules import param_groups
 
 
 @dataclass(frozen=True, repr=False)

@@ -23,7 +23,7 @@ from .._torch.aot import depends_on_data, stage_of
 from .._torch.inductor import size_hint
 from .._torch.process_groups import is_inside, ranks_of
 from .dependencies import Dependencies, Writes, unused
-from .fusion import Fused, fused
+from .fusion import Fused, Operators, fused
 from .liveness import Storages, storages_of, with_fused
 from .nodes import (
     KINDS,
@@ -43,7 +43,14 @@ from .nodes import (
     tag_of,
     wire_bytes,
 )
-from .sizes import GivenHints, ShardSide, SizeHints, result_bytes, shard_side
+from .sizes import (
+    GivenHints,
+    ShardSide,
+    SizeHints,
+    result_bytes,
+    shard_side,
+    unpadded_rows,
+)
 from .values import positions
 
 _c10d = torch.ops._c10d_functional
@@ -139,6 +146,11 @@ class Collective:
         """dtype of its values, even if they are sent as bytes."""
         dtype: torch.dtype = sent_as_bytes(self.start) or self.start.meta["val"].dtype
         return dtype
+
+    @cached_property
+    def rows(self) -> int | None:
+        """Rows of the parameter or gradient, if the ranks' parts together have more; else None."""
+        return unpadded_rows(self.start)
 
     @cached_property
     def nbytes(self) -> int:
@@ -285,7 +297,7 @@ class GraphAnalysis:
         """The kernels that Inductor makes of the movable nodes, if it does."""
         if not self.fuses:
             return None
-        kernels = fused(self.dependencies.nodes, self.result_bytes, self.free)
+        kernels = fused(self.dependencies.nodes, Operators(self.result_bytes), self.free)
         kernels.within.update(unused(self.dependencies.nodes))  # Inductor drops them
         return kernels
 

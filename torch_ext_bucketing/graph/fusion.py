@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -104,9 +104,46 @@ class Fused:
     reused: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
 
+class Operator(NamedTuple):
+    """The properties of a node that decide on its kernel."""
+
+    view: bool
+    fused: bool
+    reduces: bool
+    inputs: list[fx.Node]
+    size: int  # bytes of the result
+    numel: int  # elements of the result, by its bytes: sizes may depend on data
+    several: bool  # whether there are several results
+
+
+class Operators(dict[fx.Node, Operator]):
+    """The operators of a graph's nodes, each read once for all walks over the graph.
+
+    ``size`` returns the bytes of a node's result.
+    """
+
+    def __init__(self, size: Callable[[fx.Node], int]) -> None:
+        super().__init__()
+        self._size = size
+
+    def __missing__(self, node: fx.Node) -> Operator:
+        value, size = node.meta.get("val"), self._size(node)
+        is_tensor = isinstance(value, torch.Tensor)
+        found = self[node] = Operator(
+            is_view(node),
+            is_fused(node),
+            is_reduction(node),
+            node.all_input_nodes,
+            size,
+            size // value.dtype.itemsize if is_tensor else 0,
+            isinstance(value, (list, tuple)),
+        )
+        return found
+
+
 def fused(
     nodes: Sequence[fx.Node],
-    size: Callable[[fx.Node], int],
+    operators: Operators,
     absent: Collection[fx.Node] = (),
     kept: Callable[[fx.Node], bool] | None = None,
 ) -> Fused:
@@ -115,7 +152,7 @@ def fused(
     Nodes ``absent`` are neither readers nor kernels, since they differ from rank to rank. Values
     that ``kept`` accepts outlive the nodes and are written; None: those that other nodes read.
     """
-    return _Walk(nodes, size, absent, kept).result()
+    return _Walk(nodes, operators, absent, kept).result()
 
 
 class _Walk:
@@ -124,14 +161,14 @@ class _Walk:
     def __init__(
         self,
         nodes: Sequence[fx.Node],
-        size: Callable[[fx.Node], int],
+        operators: Operators,
         absent: Collection[fx.Node],
         kept: Callable[[fx.Node], bool] | None,
     ) -> None:
         self.kernels: list[Kernel] = []
         self._inside = dict.fromkeys(nodes)
         self._kept = kept
-        self._absent, self._size = absent, functools.cache(size)
+        self._absent, self._operators = absent, operators
         self._root: dict[fx.Node, fx.Node] = {}
         self._inline: dict[fx.Node, dict[fx.Node, int]] = {}  # value -> bytes of each buffer
         # Value -> buffers read element by element. Not sets, whose order differs between ranks.
@@ -195,20 +232,22 @@ class _Walk:
                 result.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
         return result
 
+    def _size(self, node: fx.Node) -> int:
+        return self._operators[node].size
+
+    def _numel(self, node: fx.Node) -> int:
+        return self._operators[node].numel
+
     def _aligned_buffers(self, node: fx.Node, value: fx.Node) -> dict[fx.Node, None]:
         """Return the buffers that elementwise ``node`` reads, by ``value``, in its own order."""
         root = self._root.get(value, value)
+        # Not a field of the operators: of a size that depends on data it may not be known.
         tensors = [n.meta.get("val") for n in (node, value, root)]
         if not all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in tensors):
             return {}
         if not self._numel(node) == self._numel(value) == self._numel(root):
             return {}
         return self._aligned.get(root, {}) if root in self._inline else {root: None}
-
-    def _numel(self, node: fx.Node) -> int:
-        """Return the elements of a result, by its bytes: sizes may depend on data."""
-        value = node.meta.get("val")
-        return self._size(node) // value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
     def _users(self, node: fx.Node) -> list[fx.Node]:
         known = self._inside if self._kept is not None else node.users
@@ -220,18 +259,20 @@ class _Walk:
             return self._kept(node)
         users = self._users(node)
         return not users or any(
-            u not in self._inside or (is_view(u) and self._is_read_outside(u)) for u in users
+            u not in self._inside or (self._operators[u].view and self._is_read_outside(u))
+            for u in users
         )
 
     def _visit(self, node: fx.Node) -> None:
         target: Any = node.target
-        inputs = node.all_input_nodes
-        if is_view(node):
+        operator = self._operators[node]
+        inputs = operator.inputs
+        if operator.view:
             if inputs:
                 first = self._root.get(inputs[0], inputs[0])
                 # A view of a whole value stands for the value itself.
-                several = isinstance(first.meta.get("val"), (list, tuple))
-                if first not in self._inline and (several or self._size(node) < self._size(first)):
+                whole = self._operators[first]
+                if first not in self._inline and (whole.several or operator.size < whole.size):
                     # Readers of different results, or parts, share nothing.
                     self._left.add(first)
                     if first in self._made_by:
@@ -239,11 +280,11 @@ class _Walk:
                 else:
                     self._root[node] = first
                     self._settle(node)
-        elif not is_fused(node):
+        elif not operator.fused:
             self._call(node)
         elif target in _SCATTERS:
             self._scatter(node, _SCATTERS[target])
-        elif is_reduction(node):
+        elif operator.reduces:
             # Always written: Inductor computes no reduction inside its readers.
             results = max(self._numel(node), 1)
             terms = max(self._numel(inputs[0]) // results, 1)
@@ -266,7 +307,7 @@ class _Walk:
         return nbytes_of
 
     def _compute(self, node: fx.Node) -> None:
-        inputs, target = node.all_input_nodes, node.target
+        inputs, target = self._operators[node].inputs, node.target
         if target is _aten.copy_.default:
             self._join(node, self._reads(inputs[1:]), (self._numel(node), 1), into=inputs[0])
             return
@@ -313,11 +354,11 @@ class _Walk:
     def _call(self, node: fx.Node) -> None:
         """Add a kernel of another library, or any other operator."""
         # Such a kernel reads memory, so its inputs are written.
-        for value in node.all_input_nodes:
+        for value in self._operators[node].inputs:
             root = self._root.get(value, value)
             if root in self._inline:
                 self._write(root)
-        roots = [self._root.get(n, n) for n in node.all_input_nodes]
+        roots = [self._root.get(n, n) for n in self._operators[node].inputs]
         self._left.update(roots)
         needs = self._makers(roots)
         at = self._made_by[node] = self._number(None)

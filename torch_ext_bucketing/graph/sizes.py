@@ -189,7 +189,7 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
     nodes = list(graph.nodes)
     starts = [n for n in nodes if kind_of(n) is not None]
     # With even shards all ranks have one graph, and every node has its own cost.
-    if not any(map(_is_uneven, starts)):
+    if all(unpadded_rows(start) is None for start in starts):
         return ShardSide()
     free: dict[fx.Node, bool] = {}  # depends on neither computation nor communication
     reduced: dict[fx.Node, None] = {}  # made from the result of one reduction alone
@@ -253,8 +253,11 @@ def _one_to_one(node: fx.Node, elements: _Elements) -> bool:
     return elements(node) == elements(node.all_input_nodes[0])
 
 
-def _is_uneven(start: fx.Node) -> bool:
-    """Return whether a gather's result is cut, or a gradient padded to be reduced."""
+def unpadded_rows(start: fx.Node) -> int | None:
+    """Return the rows that a gather's result is cut to, or that a gradient has before padding.
+
+    None without padding. In a bucket they are those of one member.
+    """
     # Less than one row per rank is cut, alone or in a bucket. All ranks decide alike.
     kind = kind_of(start)
     if kind == "all_gather":
@@ -263,7 +266,7 @@ def _is_uneven(start: fx.Node) -> bool:
             node = stack.pop()
             for user in node.users:
                 if _is_cut(user) and _misses_rows(node, user, group_size(start)):
-                    return True
+                    return int(user.meta["val"].shape[0])
                 if is_move(user):
                     stack.append(user)
     elif kind == "reduce_scatter":
@@ -271,10 +274,14 @@ def _is_uneven(start: fx.Node) -> bool:
         while stack:
             node = stack.pop()
             if _is_pad(node):
-                return True
+                made = (n for n in node.all_input_nodes if n.op == "call_function")
+                new = [n for n in made if not n.all_input_nodes]
+                return sum(
+                    int(n.meta["val"].shape[0]) for n in node.all_input_nodes if n not in new
+                )
             if is_move(node):
                 stack += node.all_input_nodes
-    return False
+    return None
 
 
 def _is_cut(node: fx.Node) -> bool:

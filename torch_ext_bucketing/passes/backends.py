@@ -41,7 +41,7 @@ from .._torch.process_groups import compiles_for_all_ranks, default_group
 from .._torch.without_device import Planned, results_alone
 from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_count
 from ..fqns import format_names
-from ..fsdp.shard import attach
+from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
 from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints

@@ -1,7 +1,8 @@
 """Warn about graphs that are not bucketed as requested.
 
 All are legal and cost what the package is for, so each is one warning per compile. Nothing is
-bucketed, or not in the payload order (:func:`warn_of_silence`); or a unit's gradients are reduced
+bucketed, or not in the payload order (:func:`warn_of_silence`); gathers carry padding
+(:func:`warn_of_padding`); or a unit's gradients are reduced
 several times in one graph, or in several (:class:`DividedUnits`): a graph break divides a step into
 graphs, and a bucket lies within one. Its offsets then differ from eager FSDP2's, and so do the
 bits::
@@ -13,17 +14,19 @@ bits::
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 import torch.fx as fx
 
-from ..errors import NotBucketedWarning, PayloadOrderWarning
+from ..errors import NotBucketedWarning, PayloadOrderWarning, UnevenShardsWarning
 from ..fqns import format_names
 from ..fsdp.units import Units
-from ..graph.nodes import Kind, member_tags, replaced_kind, tag_of
-from ..reports.base import LeftAlone, LeftCause
-from ..reports.compile import GraphReport, Unmerged
+from ..graph.analysis import Collective
+from ..graph.nodes import Kind, is_bucket, kind_of, member_tags, replaced_kind, tag_of
+from ..reports.base import LeftAlone, LeftCause, size_text
+from ..reports.compile import UNEVEN, GraphReport, PayloadMember, Unmerged
 from .base import Compilation
 
 _SHOWN = 8
@@ -59,6 +62,61 @@ def warn_of_silence(
             "relative to another module, give that to the backend: backend(..., model=model)",
             PayloadOrderWarning,
         )
+
+
+_LEAST_PADDING = 2**20
+"""Bytes of padding on a rank that a warning is worth."""
+
+
+def warn_of_padding(
+    graph: fx.Graph, reports: Sequence[GraphReport], compilation: Compilation
+) -> None:
+    """Warn of gathers with over a tenth of padding, as by experts with fewer rows than ranks."""
+    gathers: list[tuple[int, Sequence[PayloadMember]]] = [
+        (bucket.group_size, bucket.members)
+        for report in reports
+        for bucket in report.buckets
+        if bucket.kind == "all_gather"
+    ]
+    for start in graph.nodes:
+        if kind_of(start) == "all_gather" and tag_of(start) is not None and not is_bucket(start):
+            one = Collective(start, "all_gather")
+            if one.rows is not None:
+                member = PayloadMember(one.fqns, 0, one.nbytes, one.shape, "", one.rows)
+                gathers.append((one.ranks, [member]))
+    padded = [(ranks, m, m.padding(ranks)) for ranks, members in gathers for m in members]
+    uneven = [
+        (ranks, members)
+        for ranks, members in gathers
+        if (padding := sum(m.padding(ranks) for m in members)) >= _LEAST_PADDING
+        and padding > UNEVEN * sum(m.nbytes for m in members)
+    ]
+    if not uneven:
+        return
+    ranks, worst, _ = max(padded, key=lambda each: each[2])
+    rows = worst.rows or 1
+    times = worst.shape[0] * ranks / rows
+    shape = (rows, *worst.shape[1:])
+    dims = [d for d in range(1, len(shape)) if shape[d] % ranks == 0]
+    share = math.gcd(rows, ranks)
+    if dims:
+        way = (
+            f"shard it by Shard({dims[0]}), as in fully_shard(..., shard_placement_fn=lambda p: "
+            f"Shard({dims[0]}) if p.ndim == {len(shape)} else None)"
+        )
+    else:
+        way = (
+            f"no other dimension is divisible by {ranks} ranks: share it among {share}, with copies"
+        )
+    bytes_of = sum(m.padding(n) for n, members in uneven for m in members)
+    compilation.warn(
+        f"{len(uneven)} of {len(gathers)} gathers of the {reports[0].stage} graph are more than a "
+        f"tenth padding, {size_text(int(bytes_of))} of each rank's parts, and ranks hold unequal "
+        f"shards. Most has {', '.join(worst.fqns)}, {' x '.join(map(str, shape))} on {ranks} ranks:"
+        f" the first ranks hold, and gathers carry, {times:.1f} times the mean. To avoid that: "
+        f"{way}",
+        UnevenShardsWarning,
+    )
 
 
 def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags: bool) -> str:

@@ -33,7 +33,7 @@ from .base import (
     run_passes,
 )
 from .cache_key import brief, digest
-from .checks import warn_of_silence
+from .checks import warn_of_padding, warn_of_silence
 from .combine_uses import CombineUses
 from .merge_amax import MergeAmax
 from .reduce_scatter_first import ReduceScatterFirst
@@ -176,6 +176,8 @@ class Pipeline:
         else:
             made = run_passes(self.forward_backward, stage, graph, compilation, self.joint)
         warn_of_silence(graph_of(graph), made, compilation)
+        if made:
+            warn_of_padding(graph_of(graph), made, compilation)
         return made
 
     def planned_with(self, compilation: Compilation) -> str:

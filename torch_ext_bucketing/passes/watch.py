@@ -2,7 +2,7 @@
 
 A run shows what the graph does not, where blocks are compiled one by one::
 
-      embed, head: not compiled         reduced one by one, in no bucket
+      embed, head: not compiled         reduced one by one, unless FSDP2 runs their units
       blocks[1] has other units         it runs blocks[0]'s graph, packed as blocks[0]'s units
       blocks[1] is blocks[0]            one graph runs twice in a step, and reduces twice
 """
@@ -24,6 +24,7 @@ from .._torch.fsdp2 import is_distributed
 from .._torch.process_groups import default_group
 from ..errors import NotBucketedWarning
 from ..fqns import format_names, parameter_names
+from ..fsdp.modules import gathered_by, shards_of_units
 from ..fsdp.units import Units
 from .base import Compilation
 
@@ -58,6 +59,9 @@ def _look_for_shards(parameters: Sequence[Any], names: str, compilation: Compila
     """Warn if a compile that reads ``parameters`` has no collectives."""
     group = default_group()
     if group is None or group.size() < 2 or compilation.has_collectives:
+        return
+    # FSDP2 gathers a block around a graph of its own.
+    if gathered_by(parameters[0]) is not None:
         return
     # A replica is never gathered, and reduced in training only.
     if not any(is_distributed(p) for p in parameters):
@@ -116,7 +120,8 @@ class RunWatch:
                 mine = calls[module] = _Calls()
                 parameters = [args[i] for i in self._planned]
                 _look_for_shards(parameters, self._names, self._compilation)
-                self._look_at_module(parameters)
+                if gathered_by(parameters[0]) is None:
+                    self._look_at_module(parameters)
             out = compiled(*args, **kwargs)
             if mine.number < _MOST_BACKWARDS and torch.is_grad_enabled():
                 mine.number += 1
@@ -140,7 +145,7 @@ class RunWatch:
         own = [names[p] for p in parameters if p in names]
         known = _known.setdefault(model, _Known())
         known.compiled.update(own)
-        self._watch_others(names, members, known)
+        self._watch_others(model, names, members, known)
         planned = list(self._planned.values())
         if len(own) < len(parameters) or own == planned:
             return
@@ -164,10 +169,20 @@ class RunWatch:
         ]
 
     def _watch_others(
-        self, names: dict[nn.Parameter, str], members: dict[int | None, list[str]], known: _Known
+        self,
+        model: nn.Module,
+        names: dict[nn.Parameter, str],
+        members: dict[int | None, list[str]],
+        known: _Known,
     ) -> None:
         """Watch gradients of parameters that are in no compiled graph."""
-        trained = {name for p, name in names.items() if p.requires_grad and is_distributed(p)}
+        # FSDP2 reduces units that are not compiled, as a whole.
+        by_fsdp2 = shards_of_units(model)
+        trained = {
+            name
+            for p, name in names.items()
+            if p.requires_grad and is_distributed(p) and p not in by_fsdp2
+        }
         packed = {
             name
             for unit, fqns in members.items()

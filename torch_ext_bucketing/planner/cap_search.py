@@ -10,9 +10,7 @@ the graph, so the search plans several caps, and schedules the model of each mer
    if the step is far from its lower bound;
 3. with the best caps and the next larger ones, buckets of reduce-scatters that are closed where
    compute runs would become long;
-4. in small graphs, if the step is far from its lower bound, moving members between neighbouring
-   buckets of the best plan, cutting and joining buckets;
-5. the plans of users' planners.
+4. the plans of users' planners.
 
 Of plans with nearly equal steps the one with the fewest collectives is chosen. A small difference
 of two estimates decides nothing: latencies that are off by a tenth may outweigh it.
@@ -47,7 +45,7 @@ from ..passes.bucketing import reduce_by_all_to_all
 from ..reports.planner import CapsReport, ScheduleReport, TriedCaps
 from .cost.cost import Costs
 from .cost.machine import H100, Machine
-from .schedule.merged_model import merged_model, neighbors
+from .schedule.merged_model import merged_model
 from .schedule.model import Model, model_of
 from .schedule.orders import FAR_ABOVE, WORTH, Scheduled, rank, schedule_within
 from .schedule.policy import Bounds, Options, Policy, policies_of
@@ -64,18 +62,13 @@ _LARGEST_MB = 2000.0  # the limit of torch's overlap-preserving bucketer
 _SHORT_RUN = 8
 
 _AT_FLOOR = 1.015  # no other caps once step / bound of any plan is at most this
-_MOVES_AT_FLOOR = 1.01  # the same for moves
 _NEAR_BOUND = 1.02  # no caps between the rungs once step / the plan's own bound is at most this
-_WORTH_MOVES = 0.999  # in place of WORTH while members are moved, which mostly adds a bucket
 _EQUAL = 1.025  # steps are equal within this; see benchmarks/README.md, on measured times
 
-_SMALL_GRAPH = 2000  # nodes; larger graphs move no members, and try one sort for caps between rungs
-_MOVED_NODES = 20_000  # most nodes to schedule for moves, over all plans,
-_ALL_MOVES_ABOVE = 0.05  # ... where this part of the step is above any plan's bound; else fewer
+_SMALL_GRAPH = 2000  # nodes; larger graphs try one sort for caps between rungs
 _MIB = 2**20
 
-_Cap: TypeAlias = float | tuple[float, ...]
-_Name: TypeAlias = tuple[tuple[tuple[str, str], _Cap], ...] | str
+_Name: TypeAlias = tuple[tuple[tuple[str, str], float], ...] | str
 """Name of a plan: its caps by process group and kind, or the planner's ``repr``."""
 _Buckets: TypeAlias = tuple[tuple[fx.Node, ...], ...]
 
@@ -96,8 +89,7 @@ class BySearch:
         policies: see :func:`.schedule`; so is ``machine``.
         by_cap: options of the plans; its caps and ``max_compute_run`` are searched for.
         caps_mb: caps to try in MiB, ascending, and smaller ones if all miss a bound. None tries
-            :data:`CAPS_MB`, larger caps if the largest is the best, caps between, and moving
-            members in small graphs.
+            :data:`CAPS_MB`, larger caps if the largest is the best, and caps between.
         reference_bytes: see :func:`.schedule`; None: the peak of the graph.
         accumulate: dtype of the sums if reductions become all-to-alls after merging
             (:mod:`.passes.bucketing`); None: they do not.
@@ -209,7 +201,6 @@ class _Search:
         self._other_run = _SHORT_RUN if self._max_run is None else None
         self._costs = Costs(options.machine, analysis.hints)
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
-        self._worth = WORTH
         self._large = len(analysis.nodes) > _SMALL_GRAPH
         self._models: dict[_Buckets, Model] = {}
         self._peaks: dict[_Buckets, _Above] = {}
@@ -241,7 +232,7 @@ class _Search:
             key=lambda name: (-tried[name].merged, tried[name].rank),
         )
 
-    def _best_caps(self) -> dict[tuple[str, str], _Cap]:
+    def _best_caps(self) -> dict[tuple[str, str], float]:
         return dict(best) if not isinstance(best := self.best(), str) else {}
 
     def run(self, ladder: list[float], largest: float, others: Mapping[str, MergePlan]) -> None:
@@ -266,7 +257,7 @@ class _Search:
         for key in self._best_caps():
             if self._within(_AT_FLOOR, self._floor_ms):
                 break
-            caps: dict[tuple[str, str], Any] = self._best_caps()
+            caps = self._best_caps()
             at = ladder.index(caps[key])
             for near in (at - 1, at + 1):
                 if 0 <= near < len(ladder):
@@ -278,9 +269,6 @@ class _Search:
             self._try(best or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
                 self._try(cap, _SHORT_RUN)
-        small = largest and not self._large and not self._may_miss_less()
-        if small and not self._within(_MOVES_AT_FLOOR, self._floor_ms):
-            self._move_members()
         for name, plan in others.items():
             self._try_plan(plan, None, name)
 
@@ -292,29 +280,6 @@ class _Search:
         plan = self.plan(cap, self._max_run)
         return self._above(plan).far, round(self._merged(plan).paths.bound_ms, 9), -cap
 
-    def _move_members(self) -> None:
-        """Move members between buckets of the best plan while that makes the step shorter."""
-        # Orders of the sort that was the best rank moves well enough; all sorts are tried at the
-        # end.
-        like, self._worth = self.chosen.sort, _WORTH_MOVES
-        above = 1 - self._floor_ms / self.chosen.report.step_ms[1]
-        left = int(min(1.0, above / _ALL_MOVES_ABOVE) * _MOVED_NODES) // len(self._analysis.nodes)
-        at = fruitless = 0  # moves since the last one that helped
-        while left > 0:
-            changed = neighbors(self._planner.runs(), self.chosen.plan)
-            if fruitless >= len(changed):
-                break
-            best = self.best()
-            for caps in changed[at % len(changed)]:
-                left -= 1
-                self._try({**self._best_caps(), **caps}, None, like)
-                if self.best() != best:
-                    break
-            fruitless = 0 if self.best() != best else fruitless + 1
-            at += fruitless > 0
-        self._worth = WORTH
-        self._try(self._best_caps(), self.chosen.max_run)
-
     def _try_between(self, ladder: list[float]) -> None:
         """Try caps between the best ones and their neighbours in ``ladder``."""
         # First for all groups and kinds together, then for each in turn.
@@ -324,7 +289,7 @@ class _Search:
             for step in (-1, 1):
                 if self._within(_NEAR_BOUND, self.chosen.report.bound_ms):
                     return
-                caps: dict[tuple[str, str], Any] = self._best_caps()
+                caps = self._best_caps()
                 for key in keys:
                     at = rungs.index(caps[key]) + step
                     caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
@@ -369,7 +334,7 @@ class _Search:
         return replace(plan, unmerged=unmerged)
 
     def attempt(
-        self, caps: dict[tuple[str, str], _Cap] | float, like: Options | None = None
+        self, caps: dict[tuple[str, str], float] | float, like: Options | None = None
     ) -> None:
         """Try caps with the policies' bound on compute runs, and another one if that helps."""
         # The other bound is none, or a short run if no policy bounds runs.
@@ -379,7 +344,7 @@ class _Search:
 
     def _try(
         self,
-        caps: dict[tuple[str, str], _Cap] | float,
+        caps: dict[tuple[str, str], float] | float,
         max_run: int | None,
         like: Options | None = None,
     ) -> None:
@@ -416,7 +381,7 @@ class _Search:
             return math.inf
         best = self.chosen.report
         fewer = _merged_by(plan) > self.tried[self.fewest()].merged
-        return (_EQUAL if fewer else self._worth) * best.step_ms[1]
+        return (_EQUAL if fewer else WORTH) * best.step_ms[1]
 
     def _scheduled(self, plan: MergePlan, like: Options | None) -> Scheduled | None:
         """Schedule a plan in orders of the sort ``like``; None if the best step is shorter."""
@@ -493,8 +458,8 @@ def _merged_by(plan: MergePlan) -> int:
     return sum(len(bucket.members) - 1 for bucket in plan.buckets)
 
 
-def _top(caps: Mapping[tuple[str, str], _Cap]) -> float:
-    return max((cap for cap in caps.values() if isinstance(cap, float)), default=0.0)
+def _top(caps: Mapping[tuple[str, str], float]) -> float:
+    return max(caps.values(), default=0.0)
 
 
 def _copied(graph: fx.Graph, plan: MergePlan) -> tuple[fx.Graph, MergePlan]:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .._torch.fsdp2 import largest_shard_bytes, largest_shard_numel
+from .._torch.fsdp2 import largest_shard_bytes, largest_shard_numel, unevenness
 from ..errors import BoundNotKeptWarning
 from ..fqns import format_names
 from ..passes.base import Compilation
 from ..reports.base import size_text
+from ..reports.compile import UNEVEN
 from ..reports.planner import KeepReport
 from .schedule.policy import PeakMemory
 
@@ -101,9 +102,26 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
             f"memory={memory!r} is less than a rank needs before any activation, "
             f"{size_text(least)}: {size_text(parameters)} of parameters, {size_text(gradients)} of "
             f"gradients, {size_text(state)} of optimizer state, {size_text(buffers)} of buffers. "
-            "Shard over more ranks, or give a larger bound"
+            f"{_way_to_less(model)}, or give a larger bound"
         )
     return bound - least
+
+
+def _way_to_less(model: nn.Module) -> str:
+    """Return a way for the rank with most to hold less."""
+    named = dict(model.named_parameters())
+    sizes = {name: (largest_shard_bytes(p), unevenness(p)) for name, p in named.items()}
+    uneven = {name: size for name, (size, times) in sizes.items() if times > 1 + UNEVEN}
+    more = sum(size * (1 - 1 / sizes[name][1]) for name, size in uneven.items())
+    if more <= UNEVEN * sum(size for size, _ in sizes.values()):
+        return "Shard over more ranks"
+    most = max(uneven, key=lambda name: uneven[name])
+    shape = " x ".join(map(str, named[most].shape))
+    return (
+        f"The first ranks hold {size_text(int(more))} above the mean, as {len(uneven)} parameters "
+        f"have too few rows for the ranks, such as {most}, {shape}: shard them on another "
+        "dimension, fully_shard(..., shard_placement_fn=...) with Shard(1), or over fewer ranks"
+    )
 
 
 def requested_peak() -> int | None:

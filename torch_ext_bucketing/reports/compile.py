@@ -27,7 +27,8 @@ class PayloadMember:
     """A member's place in the packed buffer, in bytes of one rank's part.
 
     One rank's part is its shards in an all-gather, the rows that it receives in a reduce-scatter,
-    and the whole buffer in an all-reduce. ``nbytes`` and ``shape`` include padding.
+    and the whole buffer in an all-reduce. ``nbytes`` and ``shape`` include padding; ``rows`` are
+    those of the parameter without it, None if there is none.
     """
 
     fqns: tuple[str, ...]
@@ -35,6 +36,11 @@ class PayloadMember:
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
+    rows: int | None = None
+
+    def padding(self, ranks: int) -> float:
+        """Return the bytes of padding in one rank's part, a mean over the ranks."""
+        return 0 if self.rows is None else self.nbytes * (1 - self.rows / (self.shape[0] * ranks))
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,15 @@ class BucketReport(Record):
     def nbytes(self) -> int:
         """Size of one rank's part, in bytes."""
         return sum(m.nbytes for m in self.members)
+
+    @property
+    def padding(self) -> float:
+        """Share of padding in the buffer, and of the largest rank's shards above the mean."""
+        return sum(m.padding(self.group_size) for m in self.members) / self.nbytes
+
+
+UNEVEN = 0.1
+"""A larger share of padding in a bucket is reported."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +136,11 @@ class GraphReport(NotMerged, Report):
     def lines(self, members: bool = True) -> Iterator[str]:
         """Yield a table of the buckets, and the collectives in none."""
         yield self.summary()
+        columns = {**_BUCKET, **(_PADDING if any(b.padding > UNEVEN for b in self.buckets) else {})}
         if self.buckets and not members and not any(b.no_key for b in self.buckets):
-            yield from ("", *table(_BUCKET, self.buckets, right=(2, 3, 4, 5), join="node"))
+            yield from ("", *table(columns, self.buckets, right=(2, 3, 4, 5), join="node"))
         elif self.buckets:
-            head, *rows = table(_BUCKET, self.buckets, right=(2, 3, 4, 5))
+            head, *rows = table(columns, self.buckets, right=(2, 3, 4, 5))
             yield from ("", head)
             for bucket, line in zip(self.buckets, rows, strict=True):
                 yield line
@@ -184,6 +200,7 @@ _BUCKET: dict[str, Callable[[BucketReport], object]] = {
     "packed by": lambda b: b.packed_by,
     "node": lambda b: b.node,
 }
+_PADDING: dict[str, Callable[[BucketReport], object]] = {"padding": lambda b: f"{b.padding:.0%}"}
 _MEMBER: dict[str, Callable[[PayloadMember], object]] = {
     "offset": lambda m: m.offset,
     "bytes": lambda m: m.nbytes,

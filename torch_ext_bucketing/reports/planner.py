@@ -22,7 +22,7 @@ class EstimateReport(Record):
     peak_bytes: int  # most live bytes
 
 
-NamedCaps: TypeAlias = tuple[tuple[str, float | tuple[float, ...]], ...]
+NamedCaps: TypeAlias = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,7 @@ class CapsReport(Record):
 
     def summary(self) -> str:
         """Format the chosen caps or planner."""
-
-        def cap_text(cap: float | tuple[float, ...]) -> str:
-            if not isinstance(cap, tuple):
-                return f"{cap:g}"
-            return f"{len(cap)} bucket(s) of {min(cap):.3g} to {max(cap):.3g}"
-
-        caps = self.chosen.planner or ", ".join(f"{cap_text(c)} for {n}" for n, c in self.caps_mb)
+        caps = self.chosen.planner or ", ".join(f"{c:g} for {n}" for n, c in self.caps_mb)
         return f"{caps}, of {len(self.tried)} tried"
 
 
@@ -129,7 +123,6 @@ class ScheduleReport(Report):
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()  # bounds that are missed, or why the graph kept its order
     order: tuple[str, ...] = ()  # names of the movable nodes, in the new order
-    bounds_cost_ms: float = 0.0  # time that an order without any bound would save
     # Time that sums in rank order add over rings; None: there are none.
     rank_order_ms: float | None = None
     # The time that norm, clipping and updates add to the step, with their launches by the host;
@@ -167,8 +160,6 @@ class ScheduleReport(Report):
             ("largest block", "", size_text(self.largest[1]), f"of {self.largest[0]}"),
             ("longest compute run", *map(str, self.longest_run), run),
         ]
-        if self.bounds_cost_ms:
-            rows.append(("bounds cost, ms", "", f"{self.bounds_cost_ms:.2f}", ""))
         if self.rank_order_ms is not None:
             text = "what all-to-alls and their sums take longer than rings"
             rows.append(("sums in rank order, ms", "", f"{self.rank_order_ms:.2f}", text))

@@ -56,13 +56,29 @@ def _total_norm(vectors: list[Tensor], norm_type: float) -> Tensor:
     return sum(t**norm_type for t in totals) ** (1.0 / norm_type)  # type: ignore[return-value]
 
 
-NORMS = operator("norms(Tensor[] grads, float norm_type) -> Tensor[]", torch._foreach_norm)
+def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
+    if math.isinf(norm_type):  # a rank without rows has no largest value
+        none = 0.0 if norm_type > 0 else math.inf
+        grads = [g if g.numel() else g.new_full((1,), none) for g in grads]
+    return list(torch._foreach_norm(grads, norm_type))
+
+
+NORMS = operator("norms(Tensor[] grads, float norm_type) -> Tensor[]", _norms)
 STACK = operator("stack(Tensor[] norms, float[] shares) -> Tensor", _stack)
 _TOTAL = operator("total_norm(Tensor[] vectors, float norm_type) -> Tensor", _total_norm)
 _COEFFICIENT = operator(
     "coefficient(Tensor total, float max_norm) -> Tensor",
     lambda total, max_norm: torch.clamp(max_norm / (total + _EPS), max=1.0),
 )
+
+
+def _clamp(grads: list[Tensor], most: float) -> None:
+    torch._foreach_clamp_min_(grads, -most)
+    torch._foreach_clamp_max_(grads, most)
+
+
+CLAMP = operator("clamp_(Tensor(a!)[] grads, float most) -> ()", _clamp)
+"""``torch.nn.utils.clip_grad_value_``."""
 NOT_FINITE = operator(
     "not_finite(Tensor total) -> Tensor", lambda total: total.isfinite().logical_not().float()
 )
@@ -91,6 +107,42 @@ def by_mesh(
     ]
 
 
+def append_norms(
+    call: Call,
+    gradients: Sequence[fx.Node],
+    parameters: Sequence[torch.Tensor],
+    norm_type: float,
+) -> list[tuple[fx.Node, list[int]]]:
+    """Append the norms of ``gradients``; return a vector of norms per mesh, with their places."""
+    vectors = []
+    reduce = _WITHOUT_POWERS.get(norm_type)
+    for dims, places in by_mesh(parameters):
+        norms, shares = [], []
+        for i in places:
+            norm = call(NORMS, [gradients[i]], norm_type)
+            norms.append(call(getitem, norm, 0))
+            copies = [m.size(d) for m, d in dims if (m, d) not in sharded_dims(parameters[i])]
+            shares.append(_share(math.prod(copies), norm_type))
+        vector = call(STACK, norms, shares)
+        for mesh, dim in dims:
+            group = as_argument(mesh_group(mesh, dim))
+            if reduce is None:
+                vector = call(_aten.pow.Tensor_Scalar, vector, norm_type)
+            vector = call(_c10d.all_reduce.default, vector, reduce or "sum", group)
+            vector = call(_c10d.wait_tensor.default, vector)
+            if reduce is None:
+                vector = call(_aten.pow.Tensor_Scalar, vector, 1.0 / norm_type)
+        vectors.append((vector, places))
+    return vectors
+
+
+def _share(ranks: int, norm_type: float) -> float:
+    """Return the divisor of a norm that several ranks have: their parts add up to it."""
+    if norm_type in _WITHOUT_POWERS:
+        return float(ranks) if norm_type == 0.0 else 1.0
+    return math.pow(ranks, 1.0 / norm_type)
+
+
 @dataclass(frozen=True)
 class Norm:
     """Clip gradients as :func:`torch.nn.utils.clip_grad_norm_` does.
@@ -102,36 +154,9 @@ class Norm:
     norm_type: float = 2.0
     skip: bool = False
 
-    def append(
-        self, call: Call, gradients: Sequence[fx.Node], parameters: Sequence[torch.Tensor]
-    ) -> fx.Node:
-        """Append the total norm of ``gradients``, in the order given; return its node."""
-        vectors = []
-        reduce = _WITHOUT_POWERS.get(self.norm_type)
-        for dims, places in by_mesh(parameters):
-            norms, shares = [], []
-            for i in places:
-                norm = call(NORMS, [gradients[i]], self.norm_type)
-                norms.append(call(getitem, norm, 0))
-                copies = [m.size(d) for m, d in dims if (m, d) not in sharded_dims(parameters[i])]
-                shares.append(self._share(math.prod(copies)))
-            vector = call(STACK, norms, shares)
-            for mesh, dim in dims:
-                group = as_argument(mesh_group(mesh, dim))
-                if reduce is None:
-                    vector = call(_aten.pow.Tensor_Scalar, vector, self.norm_type)
-                vector = call(_c10d.all_reduce.default, vector, reduce or "sum", group)
-                vector = call(_c10d.wait_tensor.default, vector)
-                if reduce is None:
-                    vector = call(_aten.pow.Tensor_Scalar, vector, 1.0 / self.norm_type)
-            vectors.append(vector)
-        return call(_TOTAL, vectors, self.norm_type)
-
-    def _share(self, ranks: int) -> float:
-        """Return the divisor of a norm that several ranks have: their parts add up to it."""
-        if self.norm_type in _WITHOUT_POWERS:
-            return float(ranks) if self.norm_type == 0.0 else 1.0
-        return math.pow(ranks, 1.0 / self.norm_type)
+    def total(self, call: Call, vectors: Sequence[fx.Node]) -> fx.Node:
+        """Append the norm of all gradients, from the vectors of :func:`append_norms`."""
+        return call(_TOTAL, list(vectors), self.norm_type)
 
     def coefficient(self, call: Call, total: fx.Node) -> fx.Node:
         """Append the factor that scales gradients."""

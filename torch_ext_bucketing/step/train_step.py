@@ -11,13 +11,15 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 
+from .._torch.fsdp2 import grad_hooks
 from .._torch.optimizers import update_scale
 from ..errors import EagerOptimizerWarning, check_argument
 from ..fqns import format_names, parameter_names
+from ..fsdp.modules import all_units
 from ..passes.backends import BucketingBackend
 from ..passes.base import Extension, GraphPass
 from ..planner.step_memory import check_parameters
-from ..recipes import recipe
+from ..recipes import Together, recipe, together
 from .norm import Norm
 from .rules import no_rule, rule_of
 from .update import Epilogue, groups_of
@@ -43,7 +45,8 @@ class TrainStep:
     """Take training steps; :func:`train_step` makes it.
 
     ``total_norm`` is the norm of all gradients in the last step, before clipping, as a scalar
-    tensor; None without ``max_norm``. ``backend`` compiles the step, and has the reports.
+    tensor; None without ``max_norm``. ``norms`` has those of each parameter. ``backend`` compiles
+    the step, and has the reports.
     """
 
     def __init__(
@@ -55,12 +58,18 @@ class TrainStep:
         make_backend: Callable[[Callable[[], Epilogue] | None], _StepBackend],
         exchange_bytes: int | None,
         scaler: torch.amp.GradScaler | None,
+        clip_value: float | None,
+        watched: Sequence[float],
     ) -> None:
         self.model, self.optimizers = model, tuple(optimizers)
+        self._models = tuple(model) if isinstance(model, Together) else (model,)
         self.total_norm: torch.Tensor | None = None
         self._loss, self._norm, self._make_backend = loss, norm, make_backend
         self._exchange_bytes, self._scaler = exchange_bytes, scaler
+        self._clip_value, self._watched = clip_value, watched
+        self._norms: dict[float, list[tuple[torch.Tensor, list[str]]]] = {}
         self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
+        self._units = all_units(model)
         self._accumulating: Loss | None = None
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
         for optimizer in optimizers:
@@ -72,10 +81,12 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a step; ``loss`` gets the arguments after the model. Return the loss, detached."""
+        for unit in self._units:
+            unit.reshard()
         self.backend, run = self._compiled()
         trained = [(fqn, p) for fqn, p in self._parameters if p.requires_grad]
         with torch.enable_grad():
-            loss = run(self.model, *args, **kwargs)
+            loss = run(*self._models, *args, **kwargs)
         epilogues = self.backend.epilogues
         # Not ``backward()``: outputs in the place of used gradients must not reach ``grad``.
         try:
@@ -89,11 +100,13 @@ class TrainStep:
         # Shapes may have chosen between several compiles. Without anything to add, none has run.
         ran = next((e for e in epilogues if e.ran), epilogues[-1])
         ran.finish()
-        self.total_norm = ran.total_norm
+        self.total_norm, self._norms = ran.total_norm, ran.norms
         planned = {p.parameter for p in ran.updated}
         for (fqn, p), gradient in zip(trained, gradients, strict=True):
             if gradient is not None and p not in planned and fqn not in ran.accumulated:
                 p.grad = gradient if p.grad is None else p.grad + gradient
+            for hook in grad_hooks(p)[1] if p.grad is not None else ():
+                hook(p)
         for optimizer in self.optimizers:
             mine = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
             if any(p.grad is not None for p in mine):
@@ -105,6 +118,19 @@ class TrainStep:
         if self._scaler is not None:
             update_scale(self._scaler, ran.found_inf)
         return loss.detach()
+
+    @property
+    def norms(self) -> dict[float, dict[str, torch.Tensor]]:
+        """Norms in the last step before clipping: by order, and by the parameter's FQN, a scalar.
+
+        The orders are those of ``norms=``, and ``norm_type`` with ``max_norm``. A norm is that of
+        the whole gradient, on all ranks; of order infinity it is the largest absolute value. The
+        next step overwrites the scalars.
+        """
+        return {
+            order: {fqn: vector[i] for vector, fqns in vectors for i, fqn in enumerate(fqns)}
+            for order, vectors in self._norms.items()
+        }
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor | None:
         """Return the scale as the gradient of the loss; backward then makes scaled gradients."""
@@ -119,31 +145,43 @@ class TrainStep:
             backend = self._make_backend(None)
             self._accumulating = torch.compile(self._loss, backend=backend, fullgraph=True)
         with torch.enable_grad():
-            loss = self._accumulating(self.model, *args, **kwargs)
+            loss = self._accumulating(*self._models, *args, **kwargs)
         loss.backward(self._scale(loss))
         return loss.detach()
 
     def _compiled(self) -> tuple[_StepBackend, Loss]:
         """Return the backend and function for the optimizers' present options."""
         accumulated = frozenset(fqn for fqn, p in self._parameters if p.grad is not None)
+        hooked = frozenset(fqn for fqn, p in self._parameters if any(grad_hooks(p)))
+        reads = (self._norm, self._scaler, self._clip_value)
+        if hooked and (self._watched or any(each is not None for each in reads)):
+            raise NotImplementedError(
+                f"{len(hooked)} parameter(s) have hooks on their gradients, which run before "
+                f"gradients are clipped, unscaled or read: {format_names(sorted(hooked))}. Take "
+                "the step without max_norm=, clip_value=, norms= and grad_scaler=, or remove the "
+                "hooks"
+            )
         groups = groups_of(self.optimizers)
         options = [(g.rule_name, g.rule.key(g.given), len(g.given["params"])) for g in groups]
-        key = (accumulated, *options)
+        key = (accumulated, hooked, *options)
         if key not in self._made:
             given = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
-            backend = self._make_backend(lambda: Epilogue(*given, scaler=self._scaler))
+            read = self._scaler, self._clip_value, self._watched
+            backend = self._make_backend(lambda: Epilogue(*given, *read, hooked))
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]
 
 
 def train_step(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loss: Loss,
     *,
     max_norm: float | None = None,
     norm_type: float = 2.0,
+    clip_value: float | None = None,
+    norms: Sequence[float] = (),
     skip_nonfinite: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
     exchange_bytes: int | None = None,
@@ -167,6 +205,10 @@ def train_step(
     Gradients that are there before a step, of earlier microbatches, are added; afterwards all that
     the optimizer used are None.
 
+    Parameters with hooks on their gradients (``register_hook``,
+    ``register_post_accumulate_grad_hook``) are updated by ``optimizer.step()`` after the graphs,
+    which first run the hooks. With clipping or a loss scale they are a ``NotImplementedError``.
+
     The optimizer may be ``Adam``, ``AdamW``, ``SGD``, ``Muon`` or :class:`.StackedMuon`, with any
     groups. Its own functions update, so ``fused``, ``foreach`` and neither give the bits that each
     gives eagerly. Numbers such as the learning rate are read before every step. Any other optimizer
@@ -180,11 +222,16 @@ def train_step(
         step = train_step(model, [Muon(matrices, lr=0.02), AdamW(others)], loss)
 
     Args:
-        model: sharded or replicated, as for :func:`.recipe`.
+        model: sharded or replicated, as for :func:`.recipe`; or a list of models, such as student
+            and teacher, for a ``loss(student, teacher, *args)``.
         optimizer: of parameters of ``model``, or several, each with parameters of its own; others
             keep their gradients. One that needs a closure can't be planned.
         loss: ``loss(model, *args)`` computes a scalar tensor. It is compiled without graph breaks.
         max_norm: clip the norm of all gradients to this; so is ``norm_type``. None: no clipping.
+        clip_value: clip each element of the gradients to this absolute value, as
+            ``clip_grad_value_``; not with ``max_norm``. Updates do not wait for other gradients.
+        norms: orders of further norms of the gradients, such as ``[2.0, math.inf]``, for
+            ``step.norms``.
         skip_nonfinite: with ``max_norm``: leave out a step if the norm is infinite or NaN. Waits
             for the norm on the host, unless the optimizer is ``fused``.
         grad_scaler: scales the loss, and is updated by each step. Bits are those of
@@ -200,12 +247,10 @@ def train_step(
     """
     one = isinstance(optimizer, torch.optim.Optimizer)
     optimizers = [optimizer] if one else list(optimizer) if isinstance(optimizer, Sequence) else []
+    model = together(model)
     known = [isinstance(each, torch.optim.Optimizer) for each in optimizers]
-    if not isinstance(model, nn.Module) or not known or not all(known):
-        raise TypeError(
-            "give a torch.nn.Module and a torch.optim.Optimizer or a list of them, got "
-            f"{model!r} and {optimizer!r}"
-        )
+    if not known or not all(known):
+        raise TypeError(f"give a torch.optim.Optimizer or a list of them, got {optimizer!r}")
     if not callable(loss):
         raise TypeError(f"loss must be a function loss(model, *args), got {loss!r}")
     check_argument("max_norm", max_norm, float | int | None)
@@ -213,6 +258,13 @@ def train_step(
         raise ValueError(f"max_norm must be positive, got {max_norm!r}")
     if max_norm is None and (skip_nonfinite or norm_type != 2.0):
         raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
+    check_argument("clip_value", clip_value, float | int | None)
+    if clip_value is not None and not clip_value > 0:
+        raise ValueError(f"clip_value must be positive, got {clip_value!r}")
+    if clip_value is not None and max_norm is not None:
+        raise ValueError("clip by value or by norm: give clip_value= or max_norm=, not both")
+    if not isinstance(norms, list | tuple) or not all(isinstance(n, float | int) for n in norms):
+        raise TypeError(f"norms must be a list of orders, such as [2.0, math.inf], got {norms!r}")
     check_argument("exchange_bytes", exchange_bytes, int | None)
     if exchange_bytes is not None and exchange_bytes < 1:
         raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
@@ -245,7 +297,17 @@ def train_step(
         return _StepBackend(compiler, chosen, model, epilogue=epilogue, **options)
 
     make_backend(None)  # checks its arguments before the first step
-    return TrainStep(model, optimizers, loss, norm, make_backend, exchange_bytes, scaler)
+    return TrainStep(
+        model,
+        optimizers,
+        loss,
+        norm,
+        make_backend,
+        exchange_bytes,
+        scaler,
+        None if clip_value is None else float(clip_value),
+        [float(order) for order in norms],
+    )
 
 
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.Tensor]) -> None:

@@ -38,13 +38,24 @@ from ..graph.sizes import Work, set_work
 from ..passes.base import Choice
 from ..reports.compile import Owners, StepReport
 from .matrix import Update, append_matrices, bytes_within
-from .norm import ANY, NORMS, NOT_FINITE, UNSCALE, Norm, append_unscale, by_mesh, inverse_scale
+from .norm import (
+    ANY,
+    CLAMP,
+    NORMS,
+    NOT_FINITE,
+    UNSCALE,
+    Norm,
+    append_norms,
+    append_unscale,
+    by_mesh,
+    inverse_scale,
+)
 from .rules import BY_NAME, UPDATE, MatrixRule, Rule, one_by_one, rule_of, state_of
 
 _aten = torch.ops.aten
-_LISTS = (UPDATE, NORMS, UNSCALE, _aten._foreach_mul_.Tensor)
+_LISTS = (UPDATE, NORMS, UNSCALE, CLAMP, _aten._foreach_mul_.Tensor)
 # Per gradient and before the norm: these wait for one bucket alone.
-_AT_ONCE = (NORMS, UNSCALE)
+_AT_ONCE = (NORMS, UNSCALE, CLAMP)
 # Buffers of a call that waits for the norm. AdamW's foreach kernels gain nothing from larger calls
 # (python -m benchmarks.step --calls).
 _CALL_BYTES = 16 << 20
@@ -106,6 +117,9 @@ class Epilogue:
         accumulated: FQNs whose ``grad`` has the sum of earlier microbatches.
         exchange_bytes: see :func:`.train_step`.
         scaler: has scaled the loss, and decides which optimizers are skipped; None: no loss scale.
+        clip_value: clips each element of the gradients; None: not at all.
+        watched: orders of further norms.
+        hooked: FQNs whose gradients have hooks. They stay outputs, and are not updated.
     """
 
     def __init__(
@@ -116,8 +130,14 @@ class Epilogue:
         accumulated: frozenset[str] = frozenset(),
         exchange_bytes: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        clip_value: float | None = None,
+        watched: Sequence[float] = (),
+        hooked: frozenset[str] = frozenset(),
     ) -> None:
         self.norm, self.accumulated, self.scaler = norm, accumulated, scaler
+        self.clip_value, self.watched = clip_value, watched
+        # By order, vectors of norms with the FQNs of their parameters.
+        self.norms: dict[float, list[tuple[torch.Tensor, list[str]]]] = {}
         self.exchange_bytes = exchange_bytes
         self.limit_bytes: int | None = None
         owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
@@ -125,7 +145,9 @@ class Epilogue:
         names = parameter_names(model)
         # By canonical FQN, in the model's order; those with a group are updated.
         self.trained = {
-            fqns[0]: Trained(fqns[0], p, place, group_of.get(p), owner.get(p))
+            fqns[0]: Trained(
+                fqns[0], p, place, None if fqns[0] in hooked else group_of.get(p), owner.get(p)
+            )
             for place, (p, fqns) in enumerate(names.items())
         }
         self._aliases = {fqn: fqns[0] for fqns in names.values() for fqn in fqns[1:]}
@@ -286,6 +308,9 @@ class _Appending:
             epilogue.read_state()  # the inputs below are made of the tensors that it finds
             found_inf = self._unscale(gradients)
             coefficient, skip = self._clip(gradients)
+            if epilogue.clip_value is not None:
+                for gradient in gradients.values():
+                    self.call(CLAMP, [gradient], epilogue.clip_value)
             for gradient in gradients.values() if coefficient is not None else ():
                 self.call(_aten._foreach_mul_.Tensor, [gradient], coefficient)
             if skip is not None:  # by the norm, for all optimizers
@@ -344,16 +369,30 @@ class _Appending:
 
     def _clip(self, gradients: dict[Trained, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
         norm = self.epilogue.norm
+        nodes, parameters = list(gradients.values()), [p.parameter for p in gradients]
+        names = [p.fqn for p in gradients]
+        vectors = {}
+        for order in dict.fromkeys(
+            [*([] if norm is None else [norm.norm_type]), *self.epilogue.watched]
+        ):
+            made = append_norms(self.call, nodes, parameters, order)
+            vectors[order] = [vector for vector, _ in made]
+            kept = [self._keep(f"norms_{len(vectors)}_{k}", v) for k, (v, _) in enumerate(made)]
+            of = [[names[i] for i in places] for _, places in made]
+            self.epilogue.norms[order] = list(zip(kept, of, strict=True))
         if norm is None:
             return None, None
-        parameters = [p.parameter for p in gradients]
-        total = norm.append(self.call, list(gradients.values()), parameters)
-        value = total.meta["val"]
-        self.epilogue.total_norm = torch.zeros((), dtype=value.dtype, device=value.device)
-        kept = self._input("total_norm", lambda: self.epilogue.total_norm)  # type: ignore[arg-type,return-value]
-        self.call(_aten.copy_.default, kept, total)
+        total = norm.total(self.call, vectors[norm.norm_type])
+        self.epilogue.total_norm = self._keep("total_norm", total)
         skip = self.call(NOT_FINITE, total) if norm.skip else None
         return norm.coefficient(self.call, total), skip
+
+    def _keep(self, name: str, node: fx.Node) -> torch.Tensor:
+        """Return a tensor that each step copies the value of a node to."""
+        value = node.meta["val"]
+        tensor = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        self.call(_aten.copy_.default, self._input(name, lambda: tensor), node)
+        return tensor
 
     def _update(
         self, gradients: dict[Trained, fx.Node], skips: dict[Any, fx.Node]

@@ -23,7 +23,7 @@ from ..._torch.inductor import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.rank_order import SUM, steps_of
 from ...graph.dependencies import written_values
-from ...graph.fusion import Fused, fused, is_fused, read_once
+from ...graph.fusion import Fused, Operators, fused, read_once
 from ...graph.nodes import (
     COLLECTIVES,
     FROM_HOST,
@@ -53,6 +53,7 @@ class Costs:
         self.machine = machine
         self.hints = hints or SizeHints()
         self.by_torch: set[str] = set()
+        self.operators = Operators(self.result_bytes)
         self._known: dict[Any, float] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
@@ -104,9 +105,10 @@ class Costs:
         shares: dict[fx.Node, list[tuple[float, float]]] = {}
         if self.machine.fuses:
             for node in nodes:
-                if node not in absent and is_fused(node) and self._estimated(node, None) is None:
+                fuses = self.operators[node].fused
+                if node not in absent and fuses and self._estimated(node, None) is None:
                     shares[node] = []
-            for kernel in (known or fused(nodes, self.result_bytes, absent)).kernels:
+            for kernel in (known or fused(nodes, self.operators, absent)).kernels:
                 whole = max(kernel.nbytes, 1)
                 kernel_ms, launch_ms = self.kernel(kernel.nbytes) / whole, self.launch() / whole
                 for node, nbytes in kernel.shares.items():

@@ -32,7 +32,7 @@ from ...bucketing.plan import ByUnit
 from ...fsdp.tagging import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
-from ...graph.fusion import fused, is_fused
+from ...graph.fusion import fused
 from ...graph.liveness import Storages, beside_bytes, with_fused, with_packed
 from ...graph.nodes import is_collective, is_number, is_wait, paused_gc, tag_of
 from ...passes.park import could_park
@@ -421,9 +421,9 @@ class _Split:
         of_node, costs, free = self._live.of_node, self._costs, self._joint.graph.free
         nodes = [self.nodes[i] for i in places]
         kernels = fused(
-            nodes, costs.result_bytes, free, lambda n: any(s in kept for s in of_node.get(n, ()))
+            nodes, costs.operators, free, lambda n: any(s in kept for s in of_node.get(n, ()))
         )
-        within = [n for n in nodes if is_fused(n)]
+        within = [n for n in nodes if costs.operators[n].fused]
         now = dict(zip(within, costs.times(within, free, kernels)[0], strict=True))
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
         ms = [ms if view else now.get(n, ms) for n, ms, view in rows]

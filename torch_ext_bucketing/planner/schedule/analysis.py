@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch.fx as fx
 
@@ -246,15 +246,14 @@ def _between(model: NodeTable, start: int, end: int) -> set[int]:
 # --- the next collective after a kernel -----------------------------------------------------------
 
 
-class Send(NamedTuple):
-    """The next collective on a node's longest path that its own kernels can't hide."""
+Send: TypeAlias = tuple[float, str | None, float, float]
+"""The next collective on a node's longest path that its own kernels can't hide.
 
-    # Milliseconds of the node and of the path up to the collective, collectives that kernels hide
-    # included; of the node alone without a collective.
-    compute_ms: float
-    group: str | None
-    ms: float  # the collective's milliseconds; 0 without one, with no ``group``
-    tail: float  # least milliseconds from its begin to the end of the step
+``(compute_ms, group, ms, tail)``: milliseconds of the node and of the path up to the collective,
+collectives that kernels hide included, or of the node alone without a collective; the collective's
+group, and milliseconds, 0 without one; the least milliseconds from its begin to the end of the
+step. A plain tuple, since each model has one for each node.
+"""
 
 
 def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
@@ -278,9 +277,7 @@ def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
             ahead[i] += ms[at] + ahead[at]
             start[i] = start[at]
     return [
-        Send(ms[i], None, 0.0, tail[i] - ms[i])
-        if at < 0
-        else Send(ahead[i], group[at], ms[at], tail[at])
+        (ms[i], None, 0.0, tail[i] - ms[i]) if at < 0 else (ahead[i], group[at], ms[at], tail[at])
         for i, at in enumerate(start)
     ]
 

@@ -40,7 +40,7 @@ from .policy import Options, at_least
 from .timeline import Streams
 
 _NO_STALL_MS = 1e-3  # a wait of at most this is none
-_NOTHING = Send(0.0, None, 0.0, 0.0)
+_NOTHING: Send = (0.0, None, 0.0, 0.0)
 ROUNDING = 1 + 1e-9
 """The relative rounding error of sums of the same times in another order."""
 
@@ -61,7 +61,6 @@ class ListScheduler:
         # These record which options made a difference; see as_with().
         self.farthest = 0  # the most compute nodes that a long path overtook
         self.filled = False  # a lazy node filled a wait
-        self.delayed = False  # a kernel ran, or would have, before one with a longer path
         self.too_deep = False  # a gather was held back by ``depth``,
         self.hurried = False  # or went first all the same, for its deadline
         self.short = False  # memory ran out
@@ -145,7 +144,6 @@ class ListScheduler:
             (mine.window == other.window or (narrower and (other.window > 0 or not self.filled)))
             and (mine.depth == other.depth or deeper)
             and (mine.deadlines == other.deadlines or (mine.deadlines and not self.hurried))
-            and (mine.hold == other.hold or not self.delayed)
             and (mine.limit_bytes == other.limit_bytes or roomier)
             and (mine.max_run == other.max_run or longer)
             and (mine.max_prefetch, mine.under) == (other.max_prefetch, other.under)
@@ -410,9 +408,7 @@ class ListScheduler:
             # The step ends later with the best kernel first than with a wait for the longest path.
             held_ms = waits_ms + max(waiting_tail, best_tail, self.left.kernels_ms)
             if waiting >= 0 and model.ms[kernels[best]] + waiting_tail > held_ms:
-                self.delayed = True
-                if options.hold:
-                    return self._fitting(waiting, waits_ms, near, capped)
+                return self._fitting(waiting, waits_ms, near, capped)
             if by_tail:
                 self.farthest = max(self.farthest, before[best] - before[self.head])
             return best

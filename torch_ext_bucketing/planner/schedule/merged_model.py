@@ -19,18 +19,14 @@ all count so in times. Torch 2.11 packs a gather with one operator, so its times
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.fx as fx
 
 from ...bucketing.pack import packed_values
-from ...bucketing.plan import Bucket, MergePlan
-from ...graph.analysis import Collective
+from ...bucketing.plan import Bucket
 from ...graph.liveness import with_packed
 from ...graph.nodes import Kind, group_size
 from ..cost.cost import Costs
@@ -335,64 +331,3 @@ class _BucketEdit:
     def _needed_by(self, places: Iterable[int]) -> list[int]:
         needed, at = self._old.needed_values, self._edit.at
         return [at[j] for i in places for j in needed[i] if at[j] >= 0]
-
-
-_MIB = 2**20
-Key: TypeAlias = tuple[str, str]
-"""Process group and kind."""
-Caps: TypeAlias = dict[Key, tuple[float, ...]]
-"""Byte caps in MiB for each bucket, in fill order."""
-
-
-def neighbors(runs: Sequence[Sequence[Collective]], plan: MergePlan) -> list[Iterator[Caps]]:
-    """Return, for each bucket of a plan, the caps of plans that change this bucket.
-
-    ``runs`` are mergeable collectives of one bucket key each, in fill order, ``plan`` one of
-    :class:`.ByCap` for them. Unmerged members count as buckets.
-    """
-    sizes, cuts = layout(runs, plan)
-
-    def caps_of(key: Key, at: int) -> Iterator[Caps]:
-        for changed in _changed(sizes[key], cuts[key], at):
-            yield {
-                k: tuple(sum(sizes[k][i:j]) / _MIB for i, j in itertools.pairwise(ends))
-                for k, ends in {**cuts, key: changed}.items()
-            }
-
-    return [caps_of(key, at) for key, ends in cuts.items() for at in range(len(ends) - 1)]
-
-
-def layout(
-    runs: Sequence[Sequence[Collective]], plan: MergePlan
-) -> tuple[dict[Key, list[int]], dict[Key, list[int]]]:
-    """Return the bytes of members in fill order, and the cuts between buckets."""
-    bucket_of = {m: i for i, bucket in enumerate(plan.buckets) for m in bucket.members}
-    keys = Counter[Key]((run[0].group, run[0].kind) for run in runs)
-    sizes: dict[Key, list[int]] = {}
-    cuts: dict[Key, list[int]] = {}
-    for run in runs:
-        key = (run[0].group, run[0].kind)
-        if keys[key] == 1:  # caps don't distinguish several bucket keys of a group and kind
-            names = [bucket_of.get(c.start, c.start) for c in run]
-            sizes[key] = [c.wire_bytes for c in run]
-            ends = [i for i in range(1, len(run)) if names[i] != names[i - 1]]
-            cuts[key] = [0, *ends, len(run)]
-    return sizes, cuts
-
-
-def _changed(sizes: list[int], cuts: list[int], at: int) -> Iterator[list[int]]:
-    """Yield the cuts between buckets with bucket ``at`` changed."""
-    # It takes the next bucket's first member, hands over its last one, is cut in two, or is joined
-    # to the next one.
-    begin, end = cuts[at : at + 2]
-    before, after = cuts[: at + 1], cuts[at + 2 :]
-    if after and after[0] - end > 1:
-        yield [*before, end + 1, *after]
-    if after and end - begin > 1:
-        yield [*before, end - 1, *after]
-    if end - begin > 1:
-        mine = sizes[begin:end]
-        half = max(1, bisect.bisect(list(itertools.accumulate(mine)), sum(mine) / 2))
-        yield [*before, begin + half, end, *after]
-    if after:
-        yield [*before, *after]

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ...reports.base import sizes_text
 from ...reports.planner import ScheduleReport
 from .list_schedule import ROUNDING, ListScheduler, list_schedule, plain_schedule
 from .model import Model
@@ -44,8 +43,6 @@ _QUICK_TIGHTER = 1
 FAR_ABOVE = 0.25
 """An order that misses a bound by more than that of gathers at their use is rare. Where that misses
 it by this much more than allowed, no others are tried."""
-_DEAR = 0.05
-"""The least cost of a bound, relative to the step, that is worth a note."""
 WORTH = 0.998
 """A step is worth another attempt if it is shorter than this part of the best one."""
 _SLOWER = 1.7
@@ -117,8 +114,7 @@ def schedule_within(
     Args:
         policy: see :func:`schedule`; so is ``reference_bytes``.
         quick: try few orders.
-        final: prefer the lowest peak of equal steps, and unless ``quick`` an order with slack; also
-            compute the bounds' cost.
+        final: prefer the lowest peak of equal steps, and unless ``quick`` an order with slack.
         like: try orders of this sort first, then those that differ from the best one so far in one
             option, and all others if that misses a bound. None: try all.
         near: whether to try others than ``like``, too.
@@ -130,13 +126,11 @@ def schedule_within(
     bounds = Bounds(model, policy, reference_bytes)
     orders = _Orders(at_most_ms, model, bounds, quick, final, least_bytes)
     best = orders.best_of(like, near, at_most_misses)
-    thorough = final and not quick
-    if best is not None and thorough:
+    if best is not None and final and not quick:
         best = orders.improved(best, like)
     if best is None or best.timeline.step_ms > at_most_ms:
         return None
-    cost, dear = orders.bounds_cost(best) if thorough else (0.0, [])
-    report = orders.report(best, cost, dear)
+    report = orders.report(best)
     made = min((t for t in orders.tries if t.free is not None), key=_rank, default=None)
     sort = None if made is None or made.free is None else made.free.sort
     report = replace(report, seconds=time.perf_counter() - clock)
@@ -269,16 +263,14 @@ class _Orders:
         return min(self._at_most_ms, (1.0 if self._final else WORTH) * best.timeline.step_ms)
 
     def _tightened(self) -> list[_Try]:
-        """Make the fastest orders that miss a bound again, with tighter limits on memory."""
-        # Holding kernels back matters more under a limit, so the fastest of either sort may win.
-        misses, made = self._least.beats, list[_Try]()
+        """Make the fastest order that misses a bound again, with tighter limits on memory."""
+        misses = self._least.beats
         kept = min((t.timeline.step_ms for t in self.tries if not misses(t)), default=math.inf)
-        for hold in (True, False):
-            missing = [t for t in self.tries if t.options and t.options.hold is hold and misses(t)]
-            fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
-            if fast is not None and fast.timeline.step_ms < WORTH * kept:
-                made += self._with_less_memory(fast, kept)
-        return made
+        missing = [t for t in self.tries if t.options is not None and misses(t)]
+        fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+        if fast is None or fast.timeline.step_ms >= WORTH * kept:
+            return []
+        return self._with_less_memory(fast, kept)
 
     def _with_less_memory(self, fast: _Try, kept: float) -> list[_Try]:
         """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""
@@ -323,27 +315,8 @@ class _Orders:
             self.tries.append(best)
         return best
 
-    def bounds_cost(self, best: _Try) -> tuple[float, list[str]]:
-        """Return milliseconds that all bounds cost, and a note for each dear one."""
-        reached, ask = best.timeline, self._bounds.ask
-        if best.free is None or not self._wanted:
-            return 0.0, []
-        cost, dear = max(0.0, reached.step_ms - self._made_with(best.free).step_ms), list[str]()
-        for p in self._bounds.policies if cost > _DEAR * reached.step_ms else ():
-            without = ask(best.free, but=p)
-            if without != ask(best.free):
-                shorter = self._made_with(without)
-                if reached.step_ms - shorter.step_ms > _DEAR * reached.step_ms:
-                    dear.append(_price(p, reached, shorter))
-        return cost, dear
-
-    def _made_with(self, options: Options) -> Timeline:
-        """Return the timeline of the order that ``options`` give, from a pass if one made it."""
-        known = next((timeline for made, timeline in self._passes if made.as_with(options)), None)
-        return known or Timeline.of(self._model, list_schedule(self._model, options))
-
-    def report(self, best: _Try, cost: float, dear: Iterable[str]) -> ScheduleReport:
-        """Report the order that was chosen; ``cost`` and ``dear``: see :meth:`bounds_cost`."""
+    def report(self, best: _Try) -> ScheduleReport:
+        """Report the order that was chosen."""
         model, case, reached = self._model, self._bounds.case, best.timeline
         given, policies, hints = case.given, self._bounds.policies, model.graph.hints
         reports = tuple(p.report(case, reached) for p in policies)
@@ -370,8 +343,7 @@ class _Orders:
             alternatives=tuple(
                 (t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in self.tries
             ),
-            bounds_cost_ms=cost,
-            notes=(*(note for p in policies for note in p.notes(case)), *dear),
+            notes=tuple(note for p in policies for note in p.notes(case)),
             largest=model.largest,
             warnings=(*hints.problems, *(b.warning for b in reports if b.warning)),
             order=tuple(model.dependencies.nodes[i].name for i in reached.order),
@@ -457,13 +429,3 @@ def _with_slack(
         if _rank(made) < _rank(best) or (gains and as_short and made.misses <= best.misses):
             return made
     return best
-
-
-def _price(policy: Policy, reached: Timeline, free: Timeline) -> str:
-    """Describe the cost of a bound."""
-    peaks = sizes_text(reached.peak_bytes, free.peak_bytes)
-    return (
-        f"{policy!r} costs {reached.step_ms - free.step_ms:.1f} of {reached.step_ms:.1f} ms: in an "
-        f"order without it these buckets take {free.step_ms:.1f} ms, with a peak of {peaks[1]} "
-        f"instead of {peaks[0]}"
-    )

@@ -28,7 +28,6 @@ for example, bounds the number of collectives in flight::
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -56,9 +55,6 @@ class Options:
     depth: int = 1
     max_prefetch: int = 100  # compute nodes that a gather may be ahead of its use
     deadlines: bool = True  # whether gathers may launch earlier for their stream to end in time
-    # Whether a kernel is held back while one with a longer path waits, if the path would be
-    # delayed.
-    hold: bool = True
     max_run: int | None = None  # most compute nodes between two reduce-scatters; None: no bound
     # The place of the kernel to launch a gather right before, by the gather's place.
     under: Mapping[int, int] = field(default_factory=dict, hash=False)
@@ -199,10 +195,10 @@ class Bounds:
             limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
         self.limit_bytes = limit
 
-    def ask(self, options: Options, but: Policy | None = None) -> Options:
-        """Add the bounds to ``options``, without that of one policy."""
+    def ask(self, options: Options) -> Options:
+        """Add the bounds to ``options``."""
         for p in self.policies:
-            options = options if p is but else p.ask(self.case, options)
+            options = p.ask(self.case, options)
         return options
 
     def misses(self, timeline: Timeline) -> float:
@@ -270,17 +266,15 @@ class Overlap(Policy):
             choices += [(w, 2 * self.depth, True) for w in windows if self.depth]
             choices += [(w, 0, True) for w in windows[:1] if self.depth]
         choices += [(w, self.depth, False) for w in windows[:1]]
-        for (window, depth, deadlines), hold in itertools.product(choices, (True, False)):
+        for window, depth, deadlines in choices:
             yield (
-                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}"
-                f"{'' if hold else ', no kernel held back'}",
+                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",
                 Options(
                     window=window,
                     fill=self.window,
                     depth=depth,
                     max_prefetch=self.max_prefetch,
                     deadlines=deadlines,
-                    hold=hold,
                     under=under,
                 ),
             )

@@ -1,0 +1,288 @@
+"""Gather parameters and reduce their gradients in a compiled graph, by eager FSDP2's arithmetic.
+
+Each gather and each reduction is a node of the graph, one per parameter and read::
+
+    forward    shard -> param_dtype -> pad dim 0 -> all-gather -> full parameter
+    backward   gradient -> reduce_dtype -> pad dim 0 -> reduce-scatter (avg)
+                        [-> all-reduce (avg) over the replicas] -> dtype of the parameter
+
+Shards on another dimension than 0 travel contiguous, as eager FSDP2's
+(``_reassemble_all_gather_outputs``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._torch.fsdp2 import (
+    KEEPS_WIDE_GRADIENTS,
+    REDUCES_BY_GRAD_DTYPE,
+    FSDPParam,
+    Layout,
+    is_distributed,
+    mesh_of,
+    places_of,
+    shard_of,
+    sharded_parameter,
+)
+from .._torch.process_groups import MeshGroup, as_argument, mesh_group
+from .extensions import Extension, extends_gather
+
+_c10d = torch.ops._c10d_functional
+
+
+class Unshard:
+    """Gathers one sharded parameter to the tensor that it was, plain or a ``DTensor``."""
+
+    def __init__(
+        self,
+        managed: FSDPParam,
+        layout: Layout,
+        original: nn.Parameter,
+        extension: Extension | None,
+        unit: Any,  # a `Unit`, which has this
+    ) -> None:
+        self.managed, self.layout, self.extension, self.unit = managed, layout, extension, unit
+        self.dim, self.shard_size = layout.dim, layout.shards
+        self.shape: tuple[int, ...] = tuple(managed._orig_size)
+        self.attach = torch.compiler.allow_in_graph(attach)
+        self.whole: tuple[Any, ...] = ()
+        if is_distributed(original):
+            self.attach = _attach_on(mesh_of(original), original.placements)  # type: ignore[attr-defined]
+            self.whole = (tuple(original.shape), original.stride())
+        mesh, shard_dim, replica_dim = layout.mesh, layout.shard_dim, layout.replica_dim
+        self.shard_group = None if shard_dim is None else mesh_group(mesh, shard_dim)
+        replicas = None if replica_dim is None else mesh_group(mesh, replica_dim)
+        # A flat tuple: Dynamo passes it to `attach` as a constant.
+        groups = (self.shard_group, self.shard_size, replicas)
+        local_rows, ranks = managed.sharded_size[0], self.shard_size * layout.replicas
+        self.reduction: _Reduction = (None, *groups, local_rows, self.dim, ranks, None, False)
+        self.unreduced: torch.Tensor | None = None
+        self.full: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Take up an extension that came after sharding; raise a TypeError for wrong dtypes."""
+        param, reduce_dtype = self.managed.sharded_param, self.layout.reduce_dtype
+        if param.dtype.is_complex and reduce_dtype is not None and not reduce_dtype.is_complex:
+            raise TypeError(
+                f"gradients of {param.dtype} can't be reduced in {reduce_dtype}, which drops their "
+                "imaginary parts: set mp_policy.reduce_dtype to None for the unit"
+            )
+        shard = shard_of(param)
+        if self.extension is None and self.shard_group is not None and extends_gather(shard):
+            module, name = places_of(self.managed)[0]
+            label, shape = f"{name} of a {type(module).__name__}", torch.Size(self.shape)
+            self.extension = Extension(label, module, shard, self.layout, shape)
+
+    def shard_of(self, registered: torch.Tensor) -> torch.Tensor:
+        """Return the shard, whichever of FSDP2's parameters its module has ``registered``."""
+        return sharded_parameter(self.managed, registered)
+
+    def read(self, module: nn.Module, name: str) -> torch.Tensor:
+        """Gather the parameter that a module has registered; traced, a node of the graph."""
+        # FSDP2 may have left the full parameter registered in a unit that it runs. Dynamo's graph
+        # must not depend on that; other tracers exchange registered parameters.
+        if self.unit.is_named and torch.compiler.is_dynamo_compiling():
+            return self(self.managed.sharded_param)
+        return self(self.shard_of(module._parameters[name]))
+
+    def divide_by(self, factor: float | None, only_sums: bool) -> None:
+        """Divide gradients by ``factor`` instead of the ranks' number; see ``FSDPModule``."""
+        self.reduction = (*self.reduction[:7], factor, only_sums)
+
+    def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the gathered parameter, for a shard's."""
+        return (self.layout.param_dtype if dtype.is_floating_point else None) or dtype
+
+    def how(self, dtype: torch.dtype) -> _Reduction:
+        """Return how gradients are reduced, for a shard's dtype."""
+        # The dtype may change until the first forward, ``model.bfloat16()``, as with eager FSDP2.
+        reduce_dtype = self.layout.reduce_dtype or (dtype if REDUCES_BY_GRAD_DTYPE else None)
+        return (reduce_dtype, *self.reduction[1:])
+
+    def __call__(self, sharded: DTensor) -> torch.Tensor:
+        shard = sharded.to_local()
+        how = self.how(shard.dtype)
+        wide = _comes_wide(self.param_dtype(shard.dtype), how[0])
+        full = self.full
+        if full is None and self.extension is None and not self.whole and not wide:
+            return _Gather.apply(shard, self.unreduced, self, None)
+        if full is None:
+            with torch.no_grad():
+                full = self.gather(shard)
+        return self.attach(shard, self.unreduced, how, full, *self.whole)
+
+    def leaf(self, sharded: DTensor) -> torch.Tensor:
+        """Create a leaf that accumulates gradients: the full shape, in one element's memory."""
+        dtype = self.how(sharded.dtype)[0] or self.param_dtype(sharded.dtype)
+        one = torch.empty((), dtype=dtype, device=sharded.device)
+        return one.expand(self.shape).requires_grad_()
+
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        if self.extension is not None:
+            return self.extension.gather(shard)
+        full = shard.to(self.param_dtype(shard.dtype))
+        if self.shard_group is None:
+            return full.view_as(full)
+        rows = full.shape[0] if self.dim else -(-self.shape[0] // self.shard_size)
+        full = _pad_rows(full, rows)
+        group = as_argument(self.shard_group)
+        full = _c10d.all_gather_into_tensor(full.contiguous(), self.shard_size, group)
+        full = _c10d.wait_tensor(full)
+        if self.dim:
+            parts = full.unflatten(0, (self.shard_size, rows)).movedim(0, self.dim)
+            return parts.flatten(self.dim, self.dim + 1)
+        padded = rows * self.shard_size != self.shape[0]
+        return full.narrow(0, 0, self.shape[0]) if padded else full
+
+
+def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
+    """Return whether FSDP2 reduces gradients without rounding them to the parameter's ``dtype``."""
+    # Such as the fp32 gradient of a norm's weight in bf16 that was multiplied with fp32.
+    return KEEPS_WIDE_GRADIENTS and bool(
+        reduce_dtype
+        and reduce_dtype.is_floating_point
+        and dtype.is_floating_point
+        and reduce_dtype.itemsize > dtype.itemsize
+    )
+
+
+_Reduction: TypeAlias = tuple[
+    torch.dtype | None, MeshGroup | None, int, MeshGroup | None, int, int, int, float | None, bool
+]
+"""How to reduce a gradient: dtype, group and number of shards, group of replicas, number of rows of
+this rank's shard, sharded dimension, number of all ranks, and what :func:`_division` takes."""
+
+
+def reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
+    dtype, shard_group, shards, replica_group, local_rows, dim, ranks, factor, only_sums = how
+    if dtype is not None:
+        grad = grad.to(dtype)
+    before, op, op_replicas, after = _division(grad.dtype, shards, ranks, factor, only_sums)
+    if dim:
+        parts = grad.unflatten(dim, (shards, grad.shape[dim] // shards)).movedim(dim, 0)
+        grad = parts.flatten(0, 1)
+    if before != 1:
+        grad = grad / before
+    if shard_group is not None:
+        rows = -(-grad.shape[0] // shards)
+        grad = _pad_rows(grad, rows * shards)
+        group = as_argument(shard_group)
+        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), op, shards, group)
+        grad = _c10d.wait_tensor(grad)
+    if replica_group is not None:
+        grad = _c10d.all_reduce(grad.contiguous(), op_replicas, as_argument(replica_group))
+        grad = _c10d.wait_tensor(grad)
+    if after != 1:
+        grad = grad / after
+    if shard_group is not None and not dim and local_rows != grad.shape[0]:
+        grad = grad.narrow(0, 0, local_rows)
+    return grad
+
+
+def _division(
+    dtype: torch.dtype, shards: int, ranks: int, factor: float | None, only_sums: bool
+) -> tuple[float, str, str, float]:
+    """Return a divisor before the reduction, the ops over shards and replicas, a divisor after."""
+    # As in eager FSDP2 (``_get_gradient_divide_factors``, torch 2.11 to 2.15) the process group
+    # averages float32 and bfloat16. Other dtypes, which overflow sooner, are divided by about the
+    # root of ``factor`` before the sum, and by the rest after it.
+    overflows = dtype not in (torch.float32, torch.bfloat16)
+    if not overflows and not only_sums:
+        if factor is None:
+            return 1, "avg", "avg", 1
+        return 1, "avg" if factor == shards else "sum", "sum", 1
+    factor = float(ranks) if factor is None else factor
+    before = 1  # a power of two, so that the division is exact
+    while overflows and factor % before == 0 and factor / before > before:
+        before *= 2
+    return before, "sum", "sum", factor / before
+
+
+class _Gather(torch.autograd.Function):
+    """Gather the full parameter, or return a given one; ``inner``: as part of a ``DTensor``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        shard: torch.Tensor,
+        unreduced: torch.Tensor | None,
+        how: Unshard | _Reduction,
+        full: torch.Tensor | None,
+        inner: tuple[Any, ...] | None = None,
+    ) -> torch.Tensor:
+        ctx.reduction = how.how(shard.dtype) if isinstance(how, Unshard) else how
+        ctx.dtype = shard.dtype
+        ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
+        ctx.inner = inner
+        if isinstance(how, Unshard):
+            return how.gather(shard)
+        assert full is not None
+        if _comes_wide(full.dtype, how[0]):
+            ctx.set_output_grad_dtype(None)
+        if inner is None:
+            return full.detach()
+        mesh, placements, shape, stride = inner
+        return DTensor.from_local(
+            full, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.inner is not None:
+            # FSDPParam._get_grad_inner_tensor sums a gradient that is partial on the inner mesh.
+            # Since 2.15 the gradient has the reduction's dtype by then (`unsharded_grad_dtype`).
+            dtype = ctx.reduction[0] if REDUCES_BY_GRAD_DTYPE else None
+            grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.inner[1]).to_local()
+        if ctx.unreduced_dtype is not None:  # passed on to the leaf of a `ReduceOnce`
+            return None, grad.to(ctx.unreduced_dtype), None, None, None
+        return reduced(grad, ctx.reduction).to(ctx.dtype), None, None, None, None
+
+
+def attach(
+    shard: torch.Tensor, unreduced: torch.Tensor | None, reduction: _Reduction, full: torch.Tensor
+) -> torch.Tensor:
+    """Connect ``full``, which was gathered from ``shard``, to it: backward reduces the gradient."""
+    # Dynamo does not trace into this. It would require the parameter's class and dtype of the
+    # gradient.
+    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full)
+    return attached
+
+
+_attach_by_mesh: dict[Any, tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
+
+
+def _attach_on(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+    """Return :func:`attach` for this rank's part of a ``DTensor`` on a mesh."""
+
+    def attach_part(
+        shard: torch.Tensor,
+        unreduced: torch.Tensor | None,
+        reduction: _Reduction,
+        full: torch.Tensor,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> torch.Tensor:
+        inner = (mesh, placements, shape, stride)
+        attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, inner)
+        return attached
+
+    # Parameters share one function, as Dynamo guards on it. It has the mesh, which can't be an
+    # argument of a node in Dynamo's graph. Not by the mesh itself: one made later, for new process
+    # groups, is equal.
+    key = (id(mesh), placements)
+    if key not in _attach_by_mesh:
+        _attach_by_mesh[key] = (mesh, torch.compiler.allow_in_graph(attach_part))
+    return _attach_by_mesh[key][1]
+
+
+def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    missing = rows - tensor.shape[0]
+    return tensor if missing == 0 else F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing))
