@@ -26,4 +26,5 @@ _HOME = {
     "share_comm_ctx": "shard",
 }
 __all__ = sorted(_HOME)
-__getattr__ = lazy_exports(__name__, _HOME)
+# Torch 2.15 has one name more.
+__getattr__ = lazy_exports(__name__, {**_HOME, "GradientReductionHandle": "shard"})

@@ -49,6 +49,8 @@ from .modules import Unit, adopt
 # Since torch 2.12; before, no argument is one.
 DataParallelMeshDims: type = getattr(torch.distributed.fsdp, "DataParallelMeshDims", NoneType)
 
+GradientReductionHandle: type = getattr(torch.distributed.fsdp, "GradientReductionHandle", NoneType)
+
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
 
 
