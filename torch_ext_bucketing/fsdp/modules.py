@@ -363,7 +363,7 @@ _INSTEAD = {
         "data-parallel part of the mesh, mesh=mesh['dp']"
     ),
 }
-"""By setting of eager FSDP2 that a graph can't follow: what to do instead."""
+"""Name the way to do in a traced step what a setting of eager FSDP2 does, by setting."""
 
 for _name in (*_INSTEAD, "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"):
     if hasattr(EagerFSDPModule, _name):  # some are younger than torch 2.11

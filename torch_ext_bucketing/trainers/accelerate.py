@@ -108,7 +108,7 @@ class _Sums:
 
 @dataclass(eq=False)
 class Installed:
-    """What :func:`install` changed in accelerate.
+    """Keeps the changes that :func:`install` made in accelerate.
 
     ``backends`` has the backend of each model, in the order of their preparation, with reports.
     """
