@@ -92,9 +92,10 @@ def test_the_readme_says_how_large_each_commit_is():
     assert re.findall(r"\| (\+\d+ -\d+) \|", text) == sizes
 
 
-LINES = 223
+LINES = 150
 
 
+@pytest.mark.xfail(strict=True, reason="the series adds 223 lines to torch: exact groups, levels")
 def test_the_newest_series_is_small():
     """Count the lines of torch that it adds, without those moved line by line."""
     newest = [patch for patch in patches_of(NEWEST) if "-Move-" not in patch.name]
