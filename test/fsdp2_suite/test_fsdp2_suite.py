@@ -15,7 +15,7 @@ def parameters():
             yield pytest.param(name, mode, id=f"{name}-{mode}", marks=slow)
 
 
-@pytest.mark.parametrize(("name", "mode"), parameters())
+@pytest.mark.parametrize(("name", "mode"), list(parameters()))
 def test_is_as_expected_beside_eager_fsdp2(name, mode):
     found = on_ranks(verdict, name, mode, world=CASES[name].world, timeout_s=90)
     assert found == [""] * CASES[name].world
