@@ -27,19 +27,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.edits import Snapshot
+from ..graph.layout import merged_cast
 from ..graph.nodes import Kind
 from ..reports.base import LeftAlone, LeftCause
 from ..reports.compile import ClosedBy, NotMerged
-
-_aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
-_prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -336,21 +332,6 @@ def _bits(mask: int) -> list[int]:
         indices.append(low.bit_length() - 1)
         mask ^= low
     return indices
-
-
-def merged_cast(start: fx.Node) -> fx.Node | None:
-    """Find the cast before a gather that the copy into the buffer can do instead, or None."""
-    cast = start.args[0]
-    if (
-        start.target is not _c10d.all_gather_into_tensor.default
-        or not isinstance(cast, fx.Node)
-        or cast.target not in (_prims.convert_element_type.default, _aten._to_copy.default)
-        or len(cast.users) != 1
-    ):
-        return None
-    source = cast.args[0]
-    assert isinstance(source, fx.Node)
-    return cast if source.meta["val"].device == cast.meta["val"].device else None
 
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")

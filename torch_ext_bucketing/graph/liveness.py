@@ -25,7 +25,8 @@ from .._torch.aot import stage_of
 from .._torch.inductor import cublas_workspace_bytes
 from .._torch.without_device import stands_for_cuda
 from .dependencies import Dependencies, Precedence, written_values
-from .fusion import Fused, is_fused, is_reduction, read_once
+from .fusion import Fused, is_fused, is_reduction
+from .layout import Layout
 from .nodes import (
     buffer_bytes,
     is_collective,
@@ -222,17 +223,21 @@ def with_packed(
     for start, starts in members.items():
         # Packing has the node of the first member; a single collective packs nothing.
         pack = next((i for i in dependencies.needs[start] if nodes[i] is starts[0]), -1)
-        for member in starts if pack >= 0 else ():
-            made = read_once(member.all_input_nodes[0])
+        if pack < 0:
+            continue
+        layout = Layout.of(starts)
+        buffer = live.allocates[pack if layout.in_place else start][:1]
+        for piece in layout.pieces:
+            made = piece.writer
             if made in row and made in kernels.reads and not is_reduction(made):
                 for s in of_node[made]:
                     size[s] = 0
                 touches[pack] = tuple(dict.fromkeys((*touches[pack], *touches[row[made]])))
-            wait = next(iter(member.users))
-            copied = live.allocates[row[wait]] if wait in row else ()
+            wait = next(iter(piece.start.users))
+            copied = live.allocates[row[wait]] if piece.copied and wait in row else ()
             if wait not in written_over and _is_read_by_fused(wait):
                 for s in (s for s in copied if s not in live.kept):
-                    size[s], instead[s] = 0, live.allocates[pack][:1]
+                    size[s], instead[s] = 0, buffer
     if instead:
         for i, mine in enumerate(touches):
             more = [b for s in mine if s in instead for b in instead[s]]

@@ -43,7 +43,8 @@ from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_cou
 from ..fqns import format_names
 from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
-from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
+from ..graph.layout import pack_of
+from ..graph.nodes import host_stream, is_collective, is_compute, is_number, launched_by
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..runtime import agreement
@@ -322,7 +323,7 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
 
 def pin_order(graph: fx.Graph) -> int:
     """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
-    packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
+    packs = {pack_of(node) for node in graph.nodes if is_collective(node)} - {None}
     wanted: dict[fx.Node, list[fx.Node]] = {}
     pinned: list[fx.Node] = []
     after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
@@ -343,18 +344,6 @@ def pin_order(graph: fx.Graph) -> int:
             after[node] = len(pinned)
     run_after(graph, wanted)
     return len(wanted)
-
-
-def _pack(start: fx.Node) -> fx.Node | None:
-    """Find the ``cat`` that packs the buffer of a collective and of nothing else."""
-    node = start
-    while node is start or is_view(node):
-        if not node.all_input_nodes:
-            return None
-        node = node.all_input_nodes[0]
-        if len(node.users) > 1:
-            return None
-    return node if node.target == torch.ops.aten.cat.default else None
 
 
 def backend(

@@ -23,7 +23,8 @@ from ..._torch.inductor import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.rank_order import SUM, steps_of
 from ...graph.dependencies import written_values
-from ...graph.fusion import Fused, Operators, fused, read_once
+from ...graph.fusion import Fused, Operators, fused
+from ...graph.layout import Layout, Packing
 from ...graph.nodes import (
     COLLECTIVES,
     FROM_HOST,
@@ -149,29 +150,14 @@ class Costs:
         """Time a copy of ``nbytes`` to or from host memory, in milliseconds."""
         return self.machine.kernel_ms + nbytes / self.machine.host_bandwidth * 1e3
 
-    def pack(self, given: int, packed: int) -> float:
-        """Time the packing of an all-gather bucket, in milliseconds."""
-        # torch concatenates the members, then casts them into this rank's part of the buffer.
-        return self.copy(given) + self.kernel(given + 2 * packed)
+    def packing(self, kernels: Packing) -> tuple[float, float]:
+        """Time the packing of a bucket, and its launches by the host, in milliseconds."""
+        return sum(map(self.kernel, kernels.moved)), kernels.launches * self.launch()
 
-    def pack_reductions(self, members: Sequence[fx.Node]) -> tuple[float, float]:
-        """Time the packing of a bucket of reductions, and its launches, in milliseconds.
-
-        A fused kernel writes its result into the buffer, if nothing else reads it::
-
-            mm -> cast -> rs(a)        mm -> cast, into the buffer -> RS
-        """
-        values = (value for member in members for value in member.all_input_nodes)
-        fuses = self.machine.fuses
-        copied = [self.result_bytes(v) for v in values if not (fuses and read_once(v))]
-        ms = self.copy(sum(copied)) if sum(copied) else 0.0
-        return ms, (len(copied) if fuses else min(1, len(copied))) * self.launch()
-
-    def bucket(self, members: Sequence[fx.Node]) -> float:
-        """Time the collective that merges ``members``, in milliseconds."""
-        if len(members) == 1:
-            return self.collective(members[0])
-        return self.collective(members[0], sum(map(self.collective_bytes, members)))
+    def bucket(self, layout: Layout) -> float:
+        """Time the collective of a bucket, in milliseconds."""
+        nbytes = layout.sent(self.result_bytes) + layout.received(self.result_bytes)
+        return self.collective(layout.pieces[0].start, nbytes if len(layout.pieces) > 1 else None)
 
     def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
         """Time a collective in milliseconds; ``nbytes``: input and output, if not the node's."""
@@ -208,17 +194,15 @@ class Costs:
         value.meta["val"] = node.meta["val"] = like.meta["val"]
         return self.collective(node, nbytes)
 
-    def in_rank_order(self, members: Sequence[fx.Node]) -> list[tuple[int, float]]:
+    def in_rank_order(self, layout: Layout) -> list[tuple[int, float]]:
         """Time the collectives of :func:`.steps_of` that replace the reductions of a bucket.
 
         Each has the bytes that a rank receives, and milliseconds. The sum comes after the first
         one.
         """
-        first, timed = members[0], list[tuple[int, float]]()
-        kind, ranks = kind_of(first), group_size(first)
-        assert kind is not None
-        whole = sum(self.collective_bytes(m) - self.result_bytes(m) for m in members)
-        for step in steps_of(kind, ranks):
+        first, ranks, timed = layout.pieces[0].start, layout.ranks, list[tuple[int, float]]()
+        whole = layout.sent(self.result_bytes)
+        for step in steps_of(layout.kind, ranks):
             # After the first step a rank sends its own part of the sum alone.
             sent = -(-whole // ranks) if timed else whole
             received = whole * ranks if step == "all_gather" and not timed else whole

@@ -45,6 +45,7 @@ from ..._torch import aot as _aot
 from ...fsdp.tagging import read_in_forward
 from ...fsdp.units import Units
 from ...graph.dependencies import is_known, may_run_twice
+from ...graph.layout import gather_packing
 from ...graph.liveness import Storages
 from ...graph.nodes import (
     FROM_HOST,
@@ -338,7 +339,7 @@ def with_parts(
                 buffer, before = live.allocates[packs[0]]
                 part.more[packs[0]] = given - size[before]
                 new = buffer, storage(given)
-                ms = costs.pack(given, given)
+                ms, _ = costs.packing(gather_packing(given, given))
                 row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
                 part.changes[packs[0]] = row
             else:  # the gather itself reads the part, until its wait

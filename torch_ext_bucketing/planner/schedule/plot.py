@@ -25,13 +25,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from ..._torch.aot import from_forward
 from ...fsdp.rank_order import SUM
 from ...fsdp.tagging import FqnOf, gradients_of, named_inputs
 from ...graph.analysis import GraphAnalysis
+from ...graph.layout import fills_buffer
 from ...graph.liveness import Storages, beside_bytes
 from ...graph.nodes import (
     COLLECTIVES,
@@ -143,7 +143,7 @@ def _parts_of_nodes(
     gathers = [n for n, found in part.items() if found == "gathered" and is_collective(n)]
     fills = _back(
         [n for start in gathers for n in start.all_input_nodes],
-        lambda node: is_move(node) or node.target is torch.ops.aten.copy_.default,
+        fills_buffer,
     )
     for node in fills:
         if node.op != "placeholder":
