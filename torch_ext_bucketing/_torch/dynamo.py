@@ -23,11 +23,11 @@ import torch.fx as fx
 
 from ..fqns import canonical_fqn, parameters_by_name
 from . import private_torch
-from .aot import input_key
+from .aot import fake_mode_of, input_key
 from .fsdp2 import is_distributed, is_part, shard_of
 
 with private_torch():
-    from torch._dynamo import OptimizedModule, lookup_backend
+    from torch._dynamo import OptimizedModule, callback_handler, lookup_backend
     from torch._dynamo.comptime import comptime as while_tracing
     from torch._guards import CompileContext, TracingContext, tracing
     from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
@@ -97,6 +97,32 @@ def local_while_tracing(context: Any, name: str) -> Any:
 def wrapped_by_compile(module: torch.nn.Module) -> torch.nn.Module | None:
     """Return the module that ``torch.compile(module)`` made this one of, or None."""
     return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def forget_tensors_when_compiled(gm: fx.GraphModule) -> None:
+    """Drop Dynamo's references to the parameters of a compile when it ends.
+
+    ``Module.to()`` and ``to_empty()`` swap a sharded parameter, which ``torch.utils.swap_tensors``
+    refuses while a weak reference to it exists. Dynamo drops its own for backends that it has
+    registered (``clear_compile_context_weakrefs``, since 2.13).
+    """
+    context: Any = TracingContext.try_get()
+    if context is None:  # not called by Dynamo
+        return
+    inputs = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    modes = {context.fake_mode, *(fake_mode_of(value) for value in inputs)} - {None}
+
+    def forget(_: Any) -> None:
+        # A new list: the old one is iterated now.
+        callbacks = callback_handler.end_callbacks
+        callback_handler.end_callbacks = [each for each in callbacks if each is not forget]
+        context.tensor_to_context.clear()
+        for mode in modes:
+            describer = mode.fake_tensor_converter.meta_converter.describer
+            describer.lookup_tensor.clear()
+            describer.lookup_storage.clear()
+
+    callback_handler.register_end_callback(forget)
 
 
 def is_first_compile() -> bool:

@@ -41,6 +41,8 @@ from .._torch.fsdp2 import (
     ParamGroup,
     eager_settings,
     groups_of,
+    has_not_run,
+    is_distributed,
     is_inner_state,
     places_of,
     prepare_group,
@@ -133,10 +135,10 @@ class Unit:
         """Prepare for gathers in a graph, before a forward or while Dynamo traces it.
 
         Raises:
-            NotImplementedError: see :meth:`refuse_eager_settings`.
-            RuntimeError, TypeError: parameters are on the meta device, or have wrong dtypes.
+            NotImplementedError, TypeError: see :meth:`check`.
+            RuntimeError: parameters are on the meta device.
         """
-        self.refuse_eager_settings()
+        self.check()
         phase, self.phase = self.phase, "whole"  # FSDP2 reads attributes, which are its own here
         try:
             for group in groups_of(self.state):
@@ -147,8 +149,15 @@ class Unit:
             self.phase = phase
         self.is_traced = True
 
-    def refuse_eager_settings(self) -> None:
-        """Raise a NotImplementedError if FSDP2's settings can't be followed by a graph."""
+    def check(self) -> None:
+        """Raise an error if a graph can't do as FSDP2 does.
+
+        Raises:
+            NotImplementedError: a graph can't follow one of FSDP2's settings.
+            TypeError: a reduction would drop the imaginary parts of gradients.
+        """
+        for unshard in self.unshards():
+            unshard.check()
         for setting in eager_settings(self.state):
             raise NotImplementedError(
                 f"{setting.code} has no counterpart in a compiled step. Instead: "
@@ -270,6 +279,20 @@ def _read(module: Any, name: str) -> Any:
     return unshard.read(module, name) if is_gathered else param
 
 
+def _register_parameter(module: Any, name: str, param: nn.Parameter | None) -> None:
+    if (
+        name in vars(module).get("_unshards", {})
+        and not is_distributed(param)
+        and param is not None
+    ):
+        raise TypeError(
+            f"{name} of a {type(module).__name__} is sharded, and a plain parameter of shape "
+            f"{tuple(param.shape)} can't replace it: write the values into the shard, or assign "
+            "distribute_tensor(tensor, mesh, placements)"
+        )
+    module._plain_class.register_parameter(module, name, param)
+
+
 class FSDPModule(EagerFSDPModule):
     """A module that :func:`.fully_shard` was called on: FSDP2's, with gathers where it is traced.
 
@@ -293,6 +316,11 @@ class FSDPModule(EagerFSDPModule):
         unit: Any = unit_of(self)  # type: ignore[arg-type]
         unit.note_whole()
         return handle
+
+    def reset_iter_state(self) -> None:
+        """Drop what FSDP2 keeps of a step that an error ended; since torch 2.13."""
+        if not has_not_run(self._get_fsdp_state()):  # else there is nothing, and FSDP2 would fail
+            super().reset_iter_state()
 
     def set_reshard_after_forward(self, *args: Any, **kwargs: Any) -> None:
         """Change ``reshard_after_forward``, before a recipe is made of the model."""
@@ -320,7 +348,7 @@ def _setting(name: str) -> Callable[..., None]:
         try:
             for unit in units:
                 if unit.is_traced or unit.is_read:
-                    unit.refuse_eager_settings()
+                    unit.check()
         except NotImplementedError:
             for group, attributes in zip(groups, before, strict=True):
                 vars(group).update(attributes)
@@ -368,6 +396,8 @@ _INSTEAD = {
 for _name in (*_INSTEAD, "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"):
     if hasattr(EagerFSDPModule, _name):  # some are younger than torch 2.11
         setattr(FSDPModule, _name, _setting(_name))
+if not hasattr(EagerFSDPModule, "reset_iter_state"):
+    del FSDPModule.reset_iter_state
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -404,6 +434,7 @@ def _sharded_class(plain: Any, names: tuple[str, ...], is_unit: bool) -> Any:
     # Modules of one class share the subclass, and so the compiled code.
     members: dict[str, Any] = {"__module__": plain.__module__, "_plain_class": plain}
     members.update({name: property(functools.partial(_read, name=name)) for name in names})
+    members["register_parameter"] = _register_parameter
     if not is_unit:
         return type(plain.__name__, (plain,), {**members, "__deepcopy__": _plain_copy})
     members["__deepcopy__"] = _refuse_copy
