@@ -440,7 +440,7 @@ def an_exception_in_forward(side):
     return found + side.state(model)
 
 
-@case(each=["graph break", "branch", "cond", "no grad"])
+@case(each=["graph break", "branch", "no grad"])
 def control_flow(side, kind):
     def forward(m, x):
         x = torch.tanh(m.a(x))
@@ -448,16 +448,31 @@ def control_flow(side, kind):
             torch._dynamo.graph_break()
         if kind == "branch" and x.sum().item() > 1e9:
             return m.c(x)
-        if kind == "cond":
-            return torch.cond(x.sum() > 0, lambda y: m.b(y), lambda y: m.b(y) * 2, (x,))
         if kind == "no grad":
             with torch.no_grad():
                 y = m.c(x)
             x = x + y
         return m.b(x)
 
-    units = ("a",) if kind == "cond" else ("*",)
-    return side.train(side.shard(Lambda(forward, 3), *units), side.data(4, 8))
+    return side.train(side.shard(Lambda(forward, 3), "*"), side.data(4, 8))
+
+
+@case(compiled=Refused(RuntimeError, "read it before"))
+def a_read_in_a_branch(side):
+    def forward(m, x):
+        x = m.a(x)
+        return torch.cond(x.sum() > 0, lambda y: m.b(y), lambda y: m.b(y) * 2, (x,))
+
+    return side.train(side.shard(Lambda(forward), "a"), side.data(4, 8))
+
+
+@case()
+def a_read_before_a_branch(side):
+    def forward(m, x):
+        x, weight = m.a(x), m.b.weight
+        return torch.cond(x.sum() > 0, lambda y: y @ weight, lambda y: y @ weight * 2, (x,))
+
+    return side.train(side.shard(Lambda(forward), "a"), side.data(4, 8))
 
 
 @case(each=["batches", "blocks", "function", "module.compile", "no recipe"], modes=["compiled"])

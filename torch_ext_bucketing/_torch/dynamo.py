@@ -46,6 +46,9 @@ _STEP = re.compile(
 )
 _ROOT = re.compile(r"""^(?:L\[['"]args['"]\]\[0\]|L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
 
+# Operators that take parameters which their functions read as operands, and not as ``DTensor``.
+_BRANCHES = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}
+
 # A weak and ordered set, the newest model last.
 _roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
 
@@ -92,6 +95,18 @@ def local_while_tracing(context: Any, name: str) -> Any:
     """
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     return variable.value
+
+
+def branch_while_tracing(context: Any) -> str | None:
+    """Return the operator whose branch or body Dynamo traces, such as ``cond``, or None."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    tracer = translator.output.current_tracer
+    while tracer is not None:
+        name = getattr(tracer.source_target, "__name__", None)
+        if name in _BRANCHES:
+            return str(name)
+        tracer = tracer.parent
+    return None
 
 
 def wrapped_by_compile(module: torch.nn.Module) -> torch.nn.Module | None:

@@ -34,7 +34,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule as EagerFSDPModule
 
-from .._torch.dynamo import local_while_tracing, while_tracing, wrapped_by_compile
+from .._torch.dynamo import (
+    branch_while_tracing,
+    local_while_tracing,
+    while_tracing,
+    wrapped_by_compile,
+)
 from .._torch.fsdp2 import (
     Casts,
     FSDPState,
@@ -264,13 +269,31 @@ def _begin(context: Any) -> None:
     unit.begin()
 
 
+def _begin_outside(context: Any) -> None:
+    _check_branch(context)
+    try:
+        _begin(context)
+    except NotImplementedError as error:  # by which Dynamo tells that it can't trace an attribute
+        raise RuntimeError(str(error)) from error
+
+
+def _check_branch(context: Any) -> None:
+    operator = branch_while_tracing(context)
+    if operator is not None:
+        module, name = (local_while_tracing(context, each) for each in ("module", "name"))
+        raise RuntimeError(
+            f"{name} of a {type(module).__name__} is read in a function of {operator}(), whose "
+            "operands can't be sharded: read it before, weight = module.weight, and give the "
+            "function the tensor, such as by torch.func.functional_call"
+        )
+
+
 def _read(module: Any, name: str) -> Any:
     unshard = module._unshards.get(name)
     # None in a module of the class that was made from a sharded one, such as by slicing.
     unit = None if unshard is None else unshard.unit
     if torch.compiler.is_compiling() and unit is not None and unit.phase != "whole":
-        if unit.phase == "shards":
-            while_tracing(_begin)
+        while_tracing(_begin_outside if unit.phase == "shards" else _check_branch)
         return unshard.read(module, name)
     param = module._parameters.get(name)
     if param is None:  # set to None or deleted; nn.Module handles the error
