@@ -273,7 +273,7 @@ def _begin_outside(context: Any) -> None:
     _check_branch(context)
     try:
         _begin(context)
-    except NotImplementedError as error:  # by which Dynamo tells that it can't trace an attribute
+    except NotImplementedError as error:  # Dynamo would take it for an attribute to skip
         raise RuntimeError(str(error)) from error
 
 
@@ -341,7 +341,7 @@ class FSDPModule(EagerFSDPModule):
         return handle
 
     def reset_iter_state(self) -> None:
-        """Drop what FSDP2 keeps of a step that an error ended; since torch 2.13."""
+        """Drop FSDP2's state of a step that an error ended; since torch 2.13."""
         if not has_not_run(self._get_fsdp_state()):  # else there is nothing, and FSDP2 would fail
             super().reset_iter_state()
 
