@@ -492,7 +492,11 @@ def test_a_model_that_cant_be_fed_gets_one_line(tmp_path):
     pytest.importorskip("transformers", reason="it makes the models: pip install transformers")
     for config, options, match in (
         ({"model_type": "vit"}, {"sequence": 8}, "takes no tokens, so leave --sequence out"),
-        ({"model_type": "clip", "architectures": ["CLIPModel"]}, {}, "Change logit_scale to a 1D tensor"),
+        (
+            {"model_type": "clip", "architectures": ["CLIPModel"]},
+            {},
+            "Change logit_scale to a 1D tensor",
+        ),
         ({"model_type": "llama", "num_attention_heads": "four"}, {}, "makes no model of it: .*"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))

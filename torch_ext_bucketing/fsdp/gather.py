@@ -27,6 +27,7 @@ from .._torch.fsdp2 import (
     FSDPParam,
     Layout,
     is_distributed,
+    is_traceable_wrapper_subclass,
     mesh_of,
     places_of,
     shard_of,
@@ -67,15 +68,18 @@ class Unshard:
         self.unreduced: torch.Tensor | None = None
         self.full: torch.Tensor | None = None
 
-    def prepare(self) -> None:
-        """Take up an extension that came after sharding; raise a TypeError for wrong dtypes."""
+    def check(self) -> None:
+        """Raise a TypeError for a reduction that drops imaginary parts."""
         param, reduce_dtype = self.managed.sharded_param, self.layout.reduce_dtype
         if param.dtype.is_complex and reduce_dtype is not None and not reduce_dtype.is_complex:
             raise TypeError(
                 f"gradients of {param.dtype} can't be reduced in {reduce_dtype}, which drops their "
                 "imaginary parts: set mp_policy.reduce_dtype to None for the unit"
             )
-        shard = shard_of(param)
+
+    def prepare(self) -> None:
+        """Take up an extension that came after sharding."""
+        shard = shard_of(self.managed.sharded_param)
         if self.extension is None and self.shard_group is not None and extends_gather(shard):
             module, name = places_of(self.managed)[0]
             label, shape = f"{name} of a {type(module).__name__}", torch.Size(self.shape)
@@ -243,7 +247,10 @@ class _Gather(torch.autograd.Function):
             grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.inner[1]).to_local()
         if ctx.unreduced_dtype is not None:  # passed on to the leaf of a `ReduceOnce`
             return None, grad.to(ctx.unreduced_dtype), None, None, None
-        return reduced(grad, ctx.reduction).to(ctx.dtype), None, None, None, None
+        grad = reduced(grad, ctx.reduction).to(ctx.dtype)
+        # The tensors of a subclass are views of one bucket. A class may want equal offsets of them.
+        grad = grad.clone() if is_traceable_wrapper_subclass(grad) else grad
+        return grad, None, None, None, None
 
 
 def attach(

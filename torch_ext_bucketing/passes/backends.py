@@ -129,6 +129,7 @@ class BucketingBackend:
                 "backend(..., model=model)",
                 GuessedNamesWarning,
             )
+        _dynamo.forget_tensors_when_compiled(gm)
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         is_fresh = agrees and _dynamo.is_first_compile()
