@@ -17,7 +17,7 @@ from typing import Any
 from .._torch.dynamo import module_of
 from ..explain import Explanation
 from ..graph.nodes import COLLECTIVES, HOST_STREAMS, collective_kind
-from ..planner.schedule.plot import PARTS, Drawn, label
+from ..planner.schedule.picture import PARTS, Drawn, label
 from ..reports.base import sizes_text
 from ..reports.compile import CompileReport
 from ..reports.planner import KeepReport

@@ -1,4 +1,4 @@
-"""Divide live bytes among their purposes, and draw timelines as a picture or a trace.
+"""Divide live bytes among their purposes, for pages, and write timelines as a trace.
 
 Each storage has one part, by the nodes that make and read it::
 
@@ -11,8 +11,7 @@ Each storage has one part, by the nodes that make and read it::
 
 A collective in no bucket has no pack: its result is ``gathered``, or gradients.
 
-Pictures need matplotlib. Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show the
-trace.
+Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show the trace.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from ...graph.layout import fills_buffer
 from ...graph.liveness import Storages, beside_bytes
 from ...graph.nodes import (
     COLLECTIVES,
-    HOST_STREAMS,
     collective_kind,
     host_stream,
     is_bucket,
@@ -48,7 +46,6 @@ from ...graph.sizes import SizeHints
 from ...graph.values import CONSTANTS, SCALES, is_move
 from ...passes.base import Compilation
 from ...reports.compile import CompileReport
-from ...reports.planner import BlockBytes, KeepReport
 from ..cost.machine import Machine
 from .model import Model, model_of
 from .timeline import Timeline
@@ -169,187 +166,6 @@ def _keeps_gradient(node: fx.Node) -> bool:
     """Return whether a gradient's bytes or their sum over ranks go through ``node``."""
     scales = node.target in SCALES and len(node.all_input_nodes) == 1
     return is_move(node) or is_collective(node) or scales or node.target is SUM
-
-
-_HOST = "#17becf"
-_COMPUTE, _MEMORY = "#4c72b0", {"before": "#999999", "after": "#c44e52"}
-_OF_KINDS = ("#55a868", "#dd8452", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
-_COLORS = dict(zip(COLLECTIVES, _OF_KINDS, strict=False))
-_COLORS |= {"compute": _COMPUTE, "host": _HOST, "copy": _HOST}
-
-
-def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> None:
-    """Draw one column per graph: its timeline before and after, and the live bytes of both.
-
-    Args:
-        drawn: for each stage one order named ``"before"`` and one named ``"after"``.
-        path: the picture; its suffix is the format.
-        keep: the choice of what stays; its curve is drawn below, beside the blocks' activations.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file can't be written.
-    """
-    figure_of(drawn, keep).savefig(path, dpi=110)
-
-
-def figure_of(drawn: Sequence[Drawn], keep: KeepReport | None = None) -> Any:
-    """Return the ``matplotlib.figure.Figure`` that :func:`plot` writes."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    # Graph breaks make several graphs of one stage.
-    graphs = dict[tuple[int, str], dict[str, Drawn]]()
-    for d in drawn:
-        graphs.setdefault((id(d.report), d.stage), {})[d.version] = d
-    curve = keep is not None and bool(keep.curve)
-    figure = Figure(figsize=(8 * len(graphs), 9.5 if curve else 7))
-    ratios = (1, 1, 1.3, 1.3) if curve else (1, 1, 1.3)
-    axes = figure.subplots(
-        len(ratios), len(graphs), squeeze=False, gridspec_kw={"height_ratios": ratios}
-    )
-    for column, mine in enumerate(graphs.values()):
-        longest = max(d.timeline.step_ms for d in mine.values())
-        unit, size = _unit(max(d.timeline.peak_bytes for d in mine.values()))
-        axis = axes[2][column]
-        for row, version in enumerate(("before", "after")):
-            if version in mine:
-                _draw_timeline(axes[row][column], mine[version])
-                _draw_memory(axis, mine[version], unit, size)
-        for row in range(3):
-            axes[row][column].set_xlim(0, longest * 1.01)
-        axis.set_xlabel("ms")
-        axis.set_ylabel(f"live, {unit}")
-        _legend_above(axis)
-        if curve:
-            axes[3][column].set_visible(False)
-    kinds = [Patch(color=_COMPUTE, label="compute")]
-    kinds += [Patch(color=_COLORS[kind], label=kind.replace("_", "-")) for kind in COLLECTIVES]
-    kinds.append(Patch(color=_HOST, label="host, and copies to or from it"))
-    columns = min(len(kinds), 3 * len(graphs))
-    figure.legend(handles=kinds, loc="upper center", ncol=columns, frameon=False)
-    if keep is not None and keep.blocks and curve and len(graphs) > 1:
-        _draw_blocks(axes[3][1], keep.blocks)
-    marked = [] if keep is None or not curve else _draw_curve(axes[3][0], keep)
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
-    _label(marked)
-    return figure
-
-
-def _legend_above(axis: Any) -> None:
-    """Put the legend above the axes, where it hides nothing."""
-    axis.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncol=3, frameon=False, fontsize=9, borderpad=0.2
-    )
-
-
-def _unit(most: int) -> tuple[str, int]:
-    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
-
-
-def _draw_curve(axis: Any, keep: KeepReport) -> list[tuple[Any, float, float, str]]:
-    """Draw the step and the peak of forward and backward over the bound.
-
-    Returns:
-        The points to label: axes, place, and text.
-    """
-    axis.set_visible(True)
-    unit, size = _unit(keep.bound_bytes)
-    points = sorted(keep.curve)
-    bounds = [bound / size for bound, *_ in points]
-    axis.plot(bounds, [step for _, step, *_ in points], "o-", color=_COMPUTE)
-    axis.set_xlabel(f"bound on the peak, {unit}")
-    axis.set_ylabel("forward and backward, ms", color=_COMPUTE)
-    axis.margins(0.08, 0.2)
-    memory = axis.twinx()
-    memory.plot(bounds, [p / size for *_, p, _ in points], "s--", color=_MEMORY["after"])
-    memory.set_ylabel(f"peak, {unit}", color=_MEMORY["after"])
-    memory.margins(0.08, 0.2)
-    axis.set_title(
-        f"{len(keep.kept)} of {len(keep.units)} units kept under {keep.bound_bytes / size:.2f} "
-        f"{unit}: {keep.step_ms[0]:.2f} -> {keep.step_ms[1]:.2f} ms",
-        loc="left",
-        fontsize=10,
-    )
-    steps = ((axis, b / size, step, f"{count} kept") for b, step, _, count in points)
-    return [*steps, *((memory, b / size, p / size, "") for b, _, p, _ in points)]
-
-
-def _label(points: Sequence[tuple[Any, float, float, str]]) -> None:
-    """Label points where there is room beside other labels and markers, and others not at all."""
-    from matplotlib.transforms import Bbox
-
-    taken, inside = [], 5.0
-    for axis, x, y, _ in points:
-        px, py = axis.transData.transform((x, y))
-        taken.append(Bbox.from_extents(px - inside, py - inside, px + inside, py + inside))
-    for axis, x, y, text in filter(lambda point: point[3], points):
-        for right, up in ((6, 5), (6, -13), (-42, 5), (-42, -13)):
-            made = axis.annotate(
-                text, (x, y), xytext=(right, up), textcoords="offset points", fontsize=8
-            )
-            box = made.get_window_extent()
-            clear = not any(box.overlaps(other) for other in taken)
-            if clear and axis.bbox.containsx(box.x0) and axis.bbox.containsx(box.x1):
-                taken.append(box)
-                break
-            made.remove()
-
-
-def _draw_blocks(axis: Any, blocks: Sequence[BlockBytes]) -> None:
-    """Draw the bytes of each block's activations, by where backward finds them."""
-    unit, size = _unit(max(b.on_device + b.on_host + b.again for b in blocks))
-    places = range(len(blocks))
-    below = [0.0] * len(blocks)
-    for color, label, values in (
-        (_MEMORY["after"], "on the device", [b.on_device / size for b in blocks]),
-        (_HOST, "on the host", [b.on_host / size for b in blocks]),
-        ("#dddddd", "computed again", [b.again / size for b in blocks]),
-    ):
-        axis.bar(places, values, bottom=below, color=color, label=label)
-        below = [one + more for one, more in zip(below, values, strict=True)]
-    axis.set_xticks(places, [b.name for b in blocks], rotation=90, fontsize=6)
-    axis.set_ylabel(f"activations, {unit}")
-    axis.set_visible(True)
-    _legend_above(axis)
-
-
-def _draw_timeline(axis: Any, d: Drawn) -> None:
-    groups = d.groups
-    rows = {row: number for number, row in enumerate(["host", "compute", *groups])}
-    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for row, kind, _, begin, ms in d.bars():
-        bars.setdefault((rows[row], _COLORS[kind]), []).append((begin, ms))
-    for (number, color), spans in bars.items():
-        axis.broken_barh(
-            spans, (number - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3
-        )
-    names = (g if g in HOST_STREAMS else f"group {g}" for g in groups)
-    axis.set_yticks([*rows.values()], ["host", "compute", *names])
-    axis.invert_yaxis()
-    count = sum(g is not None and g not in HOST_STREAMS for g in d.model.group)
-    axis.set_title(
-        f"{d.stage}, {d.version}: {d.timeline.step_ms:.2f} ms, {d.timeline.exposed_ms:.2f} ms of "
-        f"it exposed; {count} collectives",
-        loc="left",
-        fontsize=10,
-    )
-
-
-def _draw_memory(axis: Any, d: Drawn, unit: str, size: int) -> None:
-    timeline = d.timeline
-    kept = [
-        (timeline.begin[i], live)
-        for i, live in zip(timeline.order, timeline.live, strict=True)
-        if d.model.group[i] is None
-    ]
-    axis.step(
-        [t for t, _ in kept],
-        [live / size for _, live in kept],
-        where="post",
-        color=_MEMORY[d.version],
-        label=f"{d.version}: peak {timeline.peak_bytes / size:.2f} {unit}",
-    )
 
 
 @dataclass(frozen=True, eq=False)
