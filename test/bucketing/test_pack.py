@@ -26,7 +26,7 @@ from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import bucket_key, kind_of
+from torch_ext_bucketing.graph.nodes import Tag, bucket_key, kind_of, set_tag
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
 
@@ -155,6 +155,20 @@ def test_members_keep_where_they_come_from(fake_world):
     assert [s.name for s in start.meta["from_node"]] == [first.name, second.name]
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_parts_of_one_returned_gradient_have_memory_of_their_own(fake_world, same):
+    """A subclass may hold its parts to one offset, as torch's ``TwoTensor`` does."""
+    group, values = dist.group.WORLD, (torch.zeros(8, 2), torch.zeros(4, 3))
+    gm = trace(lambda *xs: [reduce_scatter(x, group).t() for x in xs], *values)
+    for start, name in zip(starts(gm), ("w", "w" if same else "v"), strict=True):
+        set_tag(start, Tag("reduce_scatter", (name,)))
+    merge_all(gm, 0)
+    check_layouts(gm.graph)
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    offsets = [n.meta["val"].storage_offset() for n in output.all_input_nodes]
+    assert all(offset == 0 for offset in offsets) == same
+
+
 def test_members_of_different_devices_share_no_bucket(fake_world):
     gm = trace(
         lambda a, b: [all_gather(x, dist.group.WORLD) for x in (a, b)],
@@ -174,6 +188,17 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.inner.view(-1, 2).t() @ self.outer.view(-1, 2)
+
+
+def test_views_of_merged_members_hold_no_memory_of_their_own(fake_world):
+    """Their fake tensors are still views of the members' results, which are gone."""
+    group, values = dist.group.WORLD, (torch.zeros(2, 3), torch.zeros(2, 3))
+    gm = trace(lambda *xs: [all_gather(x, group).t() * 2 for x in xs], *values)
+    merge_all(gm, 0)
+    of_node = GraphAnalysis(gm.graph).liveness.of_node
+    turned = [n for n in gm.graph.nodes if n.target is torch.ops.aten.t.default]
+    assert len(turned) == 2
+    assert all(of_node[n] == of_node[n.args[0]] for n in turned)
 
 
 @pytest.mark.torch

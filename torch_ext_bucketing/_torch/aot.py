@@ -234,6 +234,7 @@ def unmark_recompute(node: fx.Node) -> None:
     """Remove a recompute mark, also one of activation checkpointing."""
     if must_recompute(node):
         del node.meta["recompute"]
+        node.meta.pop("ac_graph_id", None)
 
 
 def must_recompute(node: fx.Node) -> bool:

@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def rows(self) -> int | None:
-        """Number of ranks whose rows of all pieces lie together in what is sent; None: no rows."""
+        """Number of ranks whose rows of all pieces lie together in the input; None: no rows."""
         return self.ranks if self.kind == "reduce_scatter" else None
 
     @property
