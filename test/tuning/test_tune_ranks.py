@@ -15,7 +15,7 @@ from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from eager_parity.devices import start
+from benchmarks.eager_parity.devices import start
 from torch_ext_bucketing.errors import TuningError
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.training import digest
