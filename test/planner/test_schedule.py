@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 import torch.utils._pytree as pytree
+from examples import examples
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -293,7 +294,7 @@ SEEDS = st.integers(0, 10**6)
 
 
 @given(seed=SEEDS, size=st.integers(1, 16), options=OPTIONS)
-@settings(max_examples=150)
+@examples(150)
 def test_every_order_is_topological(seed: int, size: int, options: Options):
     gm = random_graph(seed, size, ["0"], share=False)
     model = model_of(gm.graph)
@@ -333,7 +334,7 @@ def random_training(seed: int) -> fx.GraphModule:
     shorter=st.one_of(st.just(1.0), st.floats(0.8, 1.1)),
     one_level=st.booleans(),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, shorter, one_level):
     gm = random_training(seed)
     model = model_of(gm.graph, replace(machine(collective_ms=2.0), kernel_ms=0.5))
@@ -430,7 +431,7 @@ def test_of_equal_steps_the_lowest_peak_is_taken_in_the_end():
 
 
 @given(seed=SEEDS, size=st.integers(1, 14))
-@settings(max_examples=100)
+@examples(100)
 def test_no_order_has_shorter_runs_than_are_called_forced(seed: int, size: int):
     gm = backward_graph(1 + seed % 5, 1 + size % 7)
     model = model_of(gm.graph)
