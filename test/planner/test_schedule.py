@@ -345,6 +345,7 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
     order = made.run()
     changes: list[dict[str, Any]] = [{"window": w, "fill": 8} for w in (0, 1, 2, 4)]
     changes += [{"depth": 2}, {"deadlines": False}, {"limit_bytes": None}, {"max_run": None}]
+    changes += [{"hold": False}]
     for change in changes:
         other = replace(options, **change)
         if made.as_with(other):

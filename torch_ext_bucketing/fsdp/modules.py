@@ -265,14 +265,10 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _begin(context: Any) -> None:
-    unit: Unit = local_while_tracing(context, "unit")
-    unit.begin()
-
-
-def _begin_outside(context: Any) -> None:
     _check_branch(context)
+    unit: Unit = local_while_tracing(context, "unit")
     try:
-        _begin(context)
+        unit.begin()
     except NotImplementedError as error:  # Dynamo would take it for an attribute to skip
         raise RuntimeError(str(error)) from error
 
@@ -280,11 +276,11 @@ def _begin_outside(context: Any) -> None:
 def _check_branch(context: Any) -> None:
     operator = branch_while_tracing(context)
     if operator is not None:
-        module, name = (local_while_tracing(context, each) for each in ("module", "name"))
+        module = local_while_tracing(context, "module")
         raise RuntimeError(
-            f"{name} of a {type(module).__name__} is read in a function of {operator}(), whose "
-            "operands can't be sharded: read it before, weight = module.weight, and give the "
-            "function the tensor, such as by torch.func.functional_call"
+            f"a parameter of a {type(module).__name__} is read in a function of {operator}(), "
+            "whose operands can't be sharded: read it before, weight = module.weight, and use the "
+            "tensor in the function"
         )
 
 
@@ -293,7 +289,7 @@ def _read(module: Any, name: str) -> Any:
     # None in a module of the class that was made from a sharded one, such as by slicing.
     unit = None if unshard is None else unshard.unit
     if torch.compiler.is_compiling() and unit is not None and unit.phase != "whole":
-        while_tracing(_begin_outside if unit.phase == "shards" else _check_branch)
+        while_tracing(_begin if unit.phase == "shards" else _check_branch)
         return unshard.read(module, name)
     param = module._parameters.get(name)
     if param is None:  # set to None or deleted; nn.Module handles the error

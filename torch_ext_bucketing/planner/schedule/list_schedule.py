@@ -61,6 +61,7 @@ class ListScheduler:
         # These record which options made a difference; see as_with().
         self.farthest = 0  # the most compute nodes that a long path overtook
         self.filled = False  # a lazy node filled a wait
+        self.delayed = False  # a kernel ran, or would have, before one with a longer path
         self.too_deep = False  # a gather was held back by ``depth``,
         self.hurried = False  # or went first all the same, for its deadline
         self.short = False  # memory ran out
@@ -144,6 +145,7 @@ class ListScheduler:
             (mine.window == other.window or (narrower and (other.window > 0 or not self.filled)))
             and (mine.depth == other.depth or deeper)
             and (mine.deadlines == other.deadlines or (mine.deadlines and not self.hurried))
+            and (mine.hold == other.hold or not self.delayed)
             and (mine.limit_bytes == other.limit_bytes or roomier)
             and (mine.max_run == other.max_run or longer)
             and (mine.max_prefetch, mine.under) == (other.max_prefetch, other.under)
@@ -408,7 +410,9 @@ class ListScheduler:
             # The step ends later with the best kernel first than with a wait for the longest path.
             held_ms = waits_ms + max(waiting_tail, best_tail, self.left.kernels_ms)
             if waiting >= 0 and model.ms[kernels[best]] + waiting_tail > held_ms:
-                return self._fitting(waiting, waits_ms, near, capped)
+                self.delayed = True
+                if options.hold:
+                    return self._fitting(waiting, waits_ms, near, capped)
             if by_tail:
                 self.farthest = max(self.farthest, before[best] - before[self.head])
             return best

@@ -263,14 +263,16 @@ class _Orders:
         return min(self._at_most_ms, (1.0 if self._final else WORTH) * best.timeline.step_ms)
 
     def _tightened(self) -> list[_Try]:
-        """Make the fastest order that misses a bound again, with tighter limits on memory."""
-        misses = self._least.beats
+        """Make the fastest orders that miss a bound again, with tighter limits on memory."""
+        # Holding kernels back matters more under a limit, so the fastest of either sort may win.
+        misses, made = self._least.beats, list[_Try]()
         kept = min((t.timeline.step_ms for t in self.tries if not misses(t)), default=math.inf)
-        missing = [t for t in self.tries if t.options is not None and misses(t)]
-        fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
-        if fast is None or fast.timeline.step_ms >= WORTH * kept:
-            return []
-        return self._with_less_memory(fast, kept)
+        for hold in (True, False):
+            missing = [t for t in self.tries if t.options and t.options.hold is hold and misses(t)]
+            fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+            if fast is not None and fast.timeline.step_ms < WORTH * kept:
+                made += self._with_less_memory(fast, kept)
+        return made
 
     def _with_less_memory(self, fast: _Try, kept: float) -> list[_Try]:
         """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""

@@ -28,6 +28,7 @@ for example, bounds the number of collectives in flight::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -55,6 +56,9 @@ class Options:
     depth: int = 1
     max_prefetch: int = 100  # compute nodes that a gather may be ahead of its use
     deadlines: bool = True  # whether gathers may launch earlier for their stream to end in time
+    # Whether a kernel is held back while one with a longer path waits, if the path would be
+    # delayed.
+    hold: bool = True
     max_run: int | None = None  # most compute nodes between two reduce-scatters; None: no bound
     # The place of the kernel to launch a gather right before, by the gather's place.
     under: Mapping[int, int] = field(default_factory=dict, hash=False)
@@ -266,15 +270,17 @@ class Overlap(Policy):
             choices += [(w, 2 * self.depth, True) for w in windows if self.depth]
             choices += [(w, 0, True) for w in windows[:1] if self.depth]
         choices += [(w, self.depth, False) for w in windows[:1]]
-        for window, depth, deadlines in choices:
+        for (window, depth, deadlines), hold in itertools.product(choices, (True, False)):
             yield (
-                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",
+                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}"
+                f"{'' if hold else ', no kernel held back'}",
                 Options(
                     window=window,
                     fill=self.window,
                     depth=depth,
                     max_prefetch=self.max_prefetch,
                     deadlines=deadlines,
+                    hold=hold,
                     under=under,
                 ),
             )
