@@ -76,7 +76,7 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
     ranks = {b.group: f", {b.group_size} ranks" for b in report.buckets}
     rows = {row: {key: list[Any]() for key in "bdknz"} for row in ("host", "compute")}
     names, graphs = dict[str, int](), list[dict[str, Any]]()
-    times, live, launches, at = list[float](), list[list[int]](), Counter[str](), 0.0
+    times, live, launches, begin_ms = list[float](), list[list[int]](), Counter[str](), 0.0
     for d in drawn:
         nodes, groups, size = d.model.dependencies.nodes, d.model.group, d.model.graph.result_bytes
         for row, kind, i, begin, ms in d.bars():
@@ -86,14 +86,14 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
             moved = max(map(size, [node, *node.all_input_nodes[:1]]))
             nbytes = size(node) if group is None else moved
             number = names.setdefault(_name(d, i), len(names))
-            values = (round(at + begin, 5), round(ms, 5), _KINDS.index(kind), number, nbytes)
+            values = (round(begin_ms + begin, 5), round(ms, 5), _KINDS.index(kind), number, nbytes)
             mine = rows.setdefault(row, {key: [] for key in "bdknz"})
             for column, value in zip(mine.values(), values, strict=True):
                 column.append(value)
         timeline, held = d.timeline, {**d.live, "state": [state] * len(d.timeline.order)}
         for i, *now in zip(timeline.order, *(held[part] for part in PARTS), strict=True):
             if groups[i] is None and (not live or now != live[-1]):
-                times.append(round(at + timeline.begin[i], 5))
+                times.append(round(begin_ms + timeline.begin[i], 5))
                 live.append(now)
         starts = (n for n, g in zip(nodes, groups, strict=True) if g and g not in HOST_STREAMS)
         launches.update(str(collective_kind(start)) for start in starts)
@@ -102,9 +102,9 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
         limits = [] if d.report is None else [s.limit_bytes for s in d.report.schedules]
         same = [x for x in drawn if x.report is d.report]
         limit = limits[same.index(d)] if len(limits) == len(same) else None
-        end, bound = at + timeline.step_ms, None if limit is None else limit + state
-        graphs.append({"stage": d.stage, "begin": at, "end": end, "bound": bound})
-        at = end
+        end, bound = begin_ms + timeline.step_ms, None if limit is None else limit + state
+        graphs.append({"stage": d.stage, "begin": begin_ms, "end": end, "bound": bound})
+        begin_ms = end
     return {
         "rows": [{"name": name, **columns} for name, columns in rows.items() if columns["b"]],
         "names": [*names],
@@ -112,7 +112,7 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
         "times": times,
         "live": list(zip(*live, strict=True)),
         "peak": max(live, key=sum, default=[0] * len(PARTS)),
-        "step_ms": at,
+        "step_ms": begin_ms,
         "exposed_ms": sum(d.timeline.exposed_ms for d in drawn),
         "host_ms": sum(sum(d.model.host) for d in drawn),
         "launches": dict(launches),
@@ -126,8 +126,8 @@ def _name(d: Drawn, i: int) -> str:
         return f"{label(node, d.model.graph.hints)} | {node.name}"
     target = str(node.target).removesuffix(".default")
     # What packs and unpacks a bucket has the first member's module.
-    mine = "" if d.parts is None else d.parts.of_node.get(node.name)
-    module = None if mine in ("buckets", "gathered") else module_of(node)
+    part = "" if d.parts is None else d.parts.of_node.get(node.name)
+    module = None if part in ("buckets", "gathered") else module_of(node)
     return f"{node.name} | {target}" + (f" | {module}" if module else "")
 
 
@@ -201,7 +201,7 @@ def _choices(keeps: Sequence[KeepReport]) -> Iterator[_Table]:
 
 
 def _collectives(report: CompileReport) -> Iterator[_Table]:
-    buckets, left = list[Sequence[Any]](), list[Sequence[Any]]()
+    buckets, unmerged = list[Sequence[Any]](), list[Sequence[Any]]()
     for g in report.graphs:
         for b in g.buckets:
             kind = COLLECTIVES[b.kind].short + (f" {b.reduce_op}" if b.reduce_op else "")
@@ -217,14 +217,14 @@ def _collectives(report: CompileReport) -> Iterator[_Table]:
         for x in g.unmerged:
             kind = COLLECTIVES[x.kind].short
             names = ", ".join(x.fqns) or "-"
-            left.append(
+            unmerged.append(
                 (g.stage, kind, x.group, x.wire_bytes, x.closed_by, x.reason, names, x.node)
             )
         for y in g.ineligible:
             names = ", ".join(y.fqns) or "-"
-            left.append((g.stage, "-", "-", None, "not eligible", y.reason, names, y.node))
-        left += [(g.stage, "-", "-", None, "in no unit", "", x, "") for x in g.uncovered]
+            unmerged.append((g.stage, "-", "-", None, "not eligible", y.reason, names, y.node))
+        unmerged += [(g.stage, "-", "-", None, "in no unit", "", x, "") for x in g.uncovered]
     head = "graph,kind,group,ranks:n,bytes:b,of cap:n,closed by,cause,members:list,node,packed by"
     yield _table("Buckets", "No collectives were merged.", head, buckets)
     head = "graph,kind,group,bytes:b,left by,cause,parameters,node"
-    yield _table("Collectives not merged", "All collectives are in buckets.", head, left)
+    yield _table("Collectives not merged", "All collectives are in buckets.", head, unmerged)

@@ -281,8 +281,12 @@ def combine(
     ]
 
     def report(name: str, mine: Sequence[Figures]) -> CandidateReport:
-        timed = [(s, of) for s, of in zip(mine, usual, strict=False) if s.step_ms < math.inf]
-        values = zip(*((s.step_ms, s.graphs_ms, s.step_ms / of) for s, of in timed), strict=True)
+        timed = [
+            (s, usual_ms) for s, usual_ms in zip(mine, usual, strict=False) if s.step_ms < math.inf
+        ]
+        values = zip(
+            *((s.step_ms, s.graphs_ms, s.step_ms / usual_ms) for s, usual_ms in timed), strict=True
+        )
         step, graphs, relative = map(statistics.median, values) if timed else (math.inf,) * 3
         peak = max(s.peak_bytes for s, _ in timed or [(s, 0) for s in mine])
         fits = bound_bytes is None or peak <= bound_bytes

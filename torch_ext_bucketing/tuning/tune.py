@@ -215,8 +215,8 @@ class Tuner:
         self._round += 1
         if self._round >= self._rounds:
             self._choose()
-        at = self._round % len(self._running)
-        self._left = self._running[at:] + self._running[:at]
+        turn = self._round % len(self._running)
+        self._left = self._running[turn:] + self._running[:turn]
 
     def _choose(self) -> None:
         """Compare figures with all ranks; choose, unless candidates need more steps."""
@@ -252,9 +252,9 @@ class Tuner:
         """Take the choice of an earlier run, if all ranks have the same."""
         self._key = choice.choice_key(gm, inputs, self.candidates, self._bound, self._meter.device)
         earlier = choice.load(self._key) if self._key else None
-        mine = "" if earlier is None or earlier.chosen not in self.candidates else earlier.chosen
-        names = set(self._meeting.meet("the look-up of an earlier choice", mine))
-        if earlier is not None and names == {mine} and mine:
+        chosen = "" if earlier is None or earlier.chosen not in self.candidates else earlier.chosen
+        names = set(self._meeting.meet("the look-up of an earlier choice", chosen))
+        if earlier is not None and names == {chosen} and chosen:
             self._keep(replace(earlier, from_cache=True))
 
     def _keep(self, report: TuneReport) -> None:
