@@ -289,23 +289,27 @@ class Contraction:
         return self._alone.get(index, self._open_alone)
 
     def close(self) -> None:
-        """Contract the members of the open bucket to one node."""
-        ended, self._open = self._open, _Contracted()
-        members = ended.members
-        if not members & (members - 1):
+        """Contract the open bucket's members: a start that needs one of them needs them all.
+
+        A bucket of at most one start contracts nothing.
+        """
+        closed, self._open = self._open, _Contracted()
+        if closed.members.bit_count() < 2:
             return
-        bits = _bits(members)
-        for old in dict.fromkeys(self._bucket_of[i] for i in bits if i in self._bucket_of):
-            # The old bucket is absorbed; invalidate the closures that reach it.
-            for closed in self._closed:
-                closed.settled &= ~old.members
-            self._closed.remove(old)
-        if ended.reach:  # most gathers reach no other start and need no closure
-            self._merged |= members
-        ended.reach |= members
-        ended.settled = ended.reach & self._merged
-        self._closed.append(ended)
-        self._bucket_of.update(dict.fromkeys(bits, ended))
+        starts = _bits(closed.members)
+        # A member of an earlier bucket has brought that whole bucket along: it ends here.
+        for absorbed in dict.fromkeys(self._bucket_of.get(i) for i in starts):
+            if absorbed is not None:
+                self._closed.remove(absorbed)
+                # What reached its members now reaches more, and has to be followed again.
+                for other in self._closed:
+                    other.settled &= ~absorbed.members
+        if closed.reach:  # most gathers reach no other start and need no closure
+            self._merged |= closed.members
+        closed.reach |= closed.members
+        closed.settled = closed.reach & self._merged
+        self._closed.append(closed)
+        self._bucket_of.update(dict.fromkeys(starts, closed))
 
     def _own(self, index: int) -> tuple[int, int]:
         bucket = self._bucket_of.get(index)

@@ -151,7 +151,7 @@ class RunWatch:
             return
         if self._packing(names_of_module, members) != self._packing(planned, members):
             self._compilation.warn_of_bits(
-                f"{format_names(names_of_module)} run the graph that was compiled for {self._names}, "
+                f"{format_names(names_of_module)} run the graph compiled for {self._names}, "
                 "and are packed like those, but their units differ",
                 "Modules of one class share a graph: give them equal units, in eager FSDP2 as "
                 "well, or compile each with a backend(...) of its own",

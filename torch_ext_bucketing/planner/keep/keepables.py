@@ -145,7 +145,7 @@ class Activations:
         self._stretch: dict[fx.Node, Stretch] = {}
         self._units: dict[fx.Node, str] = {}  # units of nodes that depend on parameters only
         self._find_stretches(unit_of)
-        self._hand_down()
+        self._move_to_readers()
         # Stretches that are more than a norm. A norm is made again from its inputs.
         self._long = {
             self._stretch[n]
@@ -205,30 +205,37 @@ class Activations:
         read = (a for a in node.all_input_nodes if a in self._units)
         return any(v.dim() > 1 for a in read for v in tensors_in(a.meta.get("val")))
 
-    def _hand_down(self) -> None:
-        """Move cheap nodes that only a later stretch reads into that stretch."""
-        # An example is a norm before its weight is read. Such nodes read values that an earlier
-        # stretch hands on.
+    def _move_to_readers(self) -> None:
+        """Move cheap nodes that only a later stretch reads into that stretch.
+
+        Such as a norm up to its weight, which is made again from what crosses the border already::
+
+            before    block 0: add -> pow -> mean -> rsqrt |  block 1: mul(weight) -> mm
+            after     block 0: add |  block 1: pow -> mean -> rsqrt -> mul(weight) -> mm
+
+        Nodes that only backward reads go to the latest stretch that they read from.
+        """
         stretch, inside = self._stretch, self._inside
-        first: dict[fx.Node, Stretch] = {}
-        ends: set[fx.Node] = set()  # nodes that only backward reads
+        first_reader: dict[fx.Node, Stretch] = {}  # of nodes without one in their own
+        unread: set[fx.Node] = set()  # nodes that only backward reads
         for node in reversed(self._nodes):
-            users = [u for u in node.users if u in inside and u not in ends]
+            users = [u for u in node.users if u in inside and u not in unread]
             if not users and node not in self._outputs:
-                ends.add(node)
+                unread.add(node)
             elif users and node not in self._outputs and node in stretch and _is_cheap(node):
-                later = min(first.get(u) or stretch.get(u, stretch[node]) for u in users)
+                later = min(first_reader.get(u) or stretch.get(u, stretch[node]) for u in users)
                 if later > stretch[node]:
-                    first[node] = later
-        handed = {n for n in self._nodes if n in stretch and self._later(n)}
+                    first_reader[node] = later
+        # Values that a later stretch reads, with those that move.
+        crossing = {n for n in self._nodes if n in stretch and self._later(n)}
         for node in self._nodes:
-            args = [a for a in node.all_input_nodes if a in stretch]
-            weights = any(a in self._units for a in node.all_input_nodes)
-            if node in first and not weights and all(a in handed for a in args):
-                handed.add(node)
-                stretch[node] = first[node]
-            elif node in ends and args:
-                stretch[node] = max(stretch[a] for a in args)
+            inputs = [a for a in node.all_input_nodes if a in stretch]
+            reads_weight = any(a in self._units for a in node.all_input_nodes)
+            if node in first_reader and not reads_weight and all(a in crossing for a in inputs):
+                crossing.add(node)
+                stretch[node] = first_reader[node]
+            elif node in unread and inputs:
+                stretch[node] = max(stretch[a] for a in inputs)
 
     def _sort(self, node: fx.Node, early: bool) -> None:
         stretch = self._stretch.get(node)

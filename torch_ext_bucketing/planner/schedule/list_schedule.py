@@ -176,7 +176,7 @@ class ListScheduler:
             self.peak_bytes, self.peak_at = during, i
         self.now = self.streams.run(i)
         if model.group[i] is not None:
-            self._launched(i)
+            self._note_launch(i)
         else:
             start = model.start_of[i]
             if start >= 0:
@@ -204,24 +204,25 @@ class ListScheduler:
             else:
                 self._emit(j)
 
-    def _launched(self, i: int) -> None:
-        """Note the launch of collective ``i``."""
-        group = str(self.model.group[i])
+    def _note_launch(self, i: int) -> None:
+        """Note that collective ``i`` is in flight; give the order up if it must take too long."""
+        group, end_ms = str(self.model.group[i]), self.end[i]
         self.last[group] = i
-        end = self.end[i]
-        self.lost |= end + self.tail[i] - self.model.ms[i] > self.at_most_ms
+        # The longest path from its end, and the work that is left for each of its streams.
+        self.lost |= end_ms + self.tail[i] - self.model.ms[i] > self.at_most_ms
         for stream in self.model.streams_of(group):
             self.left.begin(i, stream)
             # Other collectives in flight on the level may end before ``i``.
-            free = end if stream == group else self.now
-            self.lost |= self.left.least_end(stream, free) > self.at_most_ms
+            free_ms = end_ms if stream == group else self.now
+            self.lost |= self.left.least_end(stream, free_ms) > self.at_most_ms
         if not self.analysis.source[i]:
             self.in_flight.append(i)
         if i in self.wait_of:
             self.unwaited.append(i)
+            # Until its wait, its operands stay live.
             self.freed[i] = self.live.last_use(self.model.liveness.touches[i])
             self.freed_by_waits += self.freed[i]
-        if self.model.reduces[i]:
+        if self.model.reduces[i]:  # this ends a compute run
             self.run_length = 0
             self._want_next_reduction()
 
