@@ -196,7 +196,7 @@ class Machine:
         inter: the network between nodes, with ``intra`` and ``ranks_per_node``. Every rank of a
             node has its ``bandwidth``. Both levels have the same protocols.
         factors: what times are multiplied by, by kind of collective and ``"kernel"``; others by 1.
-            ``tune`` finds them by measuring (:meth:`corrected`).
+            See :meth:`corrected`.
         fuses: whether elementwise operators and reductions run as the kernels that Inductor would
             fuse them to, instead of each alone. None: as the backend does that compiles the graph.
         estimate: ``(node, nbytes | None) -> ms | None``, called first, for kernels and collectives.
