@@ -214,14 +214,14 @@ class TuneReport(Report):
 
         columns: dict[str, Callable[[CandidateReport], str]] = {
             "candidate": lambda c: f"{c.name} (chosen)" if c.name == self.chosen else c.name,
-            "relative": lambda c: ms(c.relative),
-            "step, ms": lambda c: ms(c.step_ms),
-            "graphs, ms": lambda c: ms(c.graphs_ms),
-            "estimate": lambda c: ms(c.estimated_ms),
+            "relative:n": lambda c: ms(c.relative),
+            "step, ms:n": lambda c: ms(c.step_ms),
+            "graphs, ms:n": lambda c: ms(c.graphs_ms),
+            "estimate:n": lambda c: ms(c.estimated_ms),
             "peak": lambda c: size(c.peak_bytes) + ("" if c.fits else ", above the bound"),
             "graph's": lambda c: size(c.estimated_bytes),
         }
-        yield from table(columns, self.candidates, right=(1, 2, 3, 4))
+        yield from table(columns, self.candidates)
         earlier = "taken from an earlier run without measuring: " if self.from_cache else ""
         bound = "" if self.bound_bytes is None else f", bound {size(self.bound_bytes)}"
         yield (
