@@ -155,20 +155,6 @@ def test_members_keep_where_they_come_from(fake_world):
     assert [s.name for s in start.meta["from_node"]] == [first.name, second.name]
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_parts_of_one_returned_gradient_have_memory_of_their_own(fake_world, same):
-    """A subclass may hold its parts to one offset, as torch's ``TwoTensor`` does."""
-    group, values = dist.group.WORLD, (torch.zeros(8, 2), torch.zeros(4, 3))
-    gm = trace(lambda *xs: [reduce_scatter(x, group).t() for x in xs], *values)
-    for start, name in zip(starts(gm), ("w", "w" if same else "v"), strict=True):
-        set_tag(start, Tag("reduce_scatter", (name,)))
-    merge_all(gm, 0)
-    check_layouts(gm.graph)
-    output = next(n for n in gm.graph.nodes if n.op == "output")
-    offsets = [n.meta["val"].storage_offset() for n in output.all_input_nodes]
-    assert all(offset == 0 for offset in offsets) == same
-
-
 def test_members_of_different_devices_share_no_bucket(fake_world):
     gm = trace(
         lambda a, b: [all_gather(x, dist.group.WORLD) for x in (a, b)],
