@@ -26,7 +26,7 @@ from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import Tag, bucket_key, kind_of, set_tag
+from torch_ext_bucketing.graph.nodes import bucket_key, kind_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
 
