@@ -26,7 +26,7 @@ from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.nodes import Tag, bucket_key, kind_of, set_tag
+from torch_ext_bucketing.graph.nodes import bucket_key, kind_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByUnit
 
@@ -153,20 +153,6 @@ def test_members_keep_where_they_come_from(fake_world):
     assert start.meta["stack_trace"] == "here"
     assert start.meta["custom"]["mine"] == 1
     assert [s.name for s in start.meta["from_node"]] == [first.name, second.name]
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_parts_of_one_returned_gradient_have_memory_of_their_own(fake_world, same):
-    """A subclass may hold its parts to one offset, as torch's ``TwoTensor`` does."""
-    group, values = dist.group.WORLD, (torch.zeros(8, 2), torch.zeros(4, 3))
-    gm = trace(lambda *xs: [reduce_scatter(x, group).t() for x in xs], *values)
-    for start, name in zip(starts(gm), ("w", "w" if same else "v"), strict=True):
-        set_tag(start, Tag("reduce_scatter", (name,)))
-    merge_all(gm, 0)
-    check_layouts(gm.graph)
-    output = next(n for n in gm.graph.nodes if n.op == "output")
-    offsets = [n.meta["val"].storage_offset() for n in output.all_input_nodes]
-    assert all(offset == 0 for offset in offsets) == same
 
 
 def test_members_of_different_devices_share_no_bucket(fake_world):

@@ -177,6 +177,7 @@ def input_fqns(
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = example_inputs[index] if index < len(example_inputs) else None
         given = _grapharg_example(placeholder)
+        given = getattr(given, "_sums_gradients_of", given)
         fqn = by_identity.get(id(given)) or by_identity.get(id(example))
         if fqn is not None:
             fqns[index] = fqn
@@ -195,6 +196,11 @@ def input_fqns(
         if not is_known and isinstance(tensor, torch.nn.Parameter) and is_distributed(tensor):
             guessed.append("?" if source is None else str(source.name))
     return fqns, guessed
+
+
+def sums_gradients_of(leaf: torch.Tensor, param: torch.nn.Parameter) -> None:
+    """Name ``leaf``, an input of later graphs, as ``param``, whose gradients it accumulates."""
+    leaf._sums_gradients_of = param  # type: ignore[attr-defined]
 
 
 def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[torch.Tensor]]]:

@@ -147,10 +147,10 @@ def _reduction(w: Writer, layout: Layout) -> _Merged:
     start = w.new(first.target, [packed, *first.args[1:]], dtype, [total])
     parts = w.split(w.wait(start, [total]), sizes, dim=0)
     results = []
-    for part, piece, size in zip(parts, pieces, sizes, strict=True):
+    for part, piece in zip(parts, pieces, strict=True):
         shape = w.shape(piece.value)
         shape[:1] = [w.divided(length, ranks) for length in shape[:1]]
-        results.append(w.viewed(w.copied(part, [size]) if piece.copied else part, shape))
+        results.append(w.viewed(part, shape))
     return start, results
 
 

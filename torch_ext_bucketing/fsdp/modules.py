@@ -382,9 +382,10 @@ _REDUCE_ONCE = (
     "run the microbatches in `with ReduceOnce(model, backend): ...`, from torch_ext_bucketing.fsdp"
 )
 _GATHER_ONCE = _REDUCE_ONCE.replace("backend)", "backend, gather_once=True)")
+_SCATTER_EACH = _REDUCE_ONCE.replace("backend)", "backend, scatter_each=True)")
 _INSTEAD = {
     "set_requires_gradient_sync": _REDUCE_ONCE,
-    "set_requires_all_reduce": _REDUCE_ONCE,
+    "set_requires_all_reduce": _SCATTER_EACH,
     "set_reshard_after_backward": _GATHER_ONCE,
     "set_reduce_scatter_unused_params": (
         "all ranks run one graph, so a parameter is unused on all of them or on none; for a "

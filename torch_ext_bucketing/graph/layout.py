@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from .fusion import read_once
-from .nodes import Kind, group_size, is_view, kind_of, tag_of
+from .nodes import Kind, group_size, is_view, kind_of
 from .values import is_move
 
 _aten = torch.ops.aten
@@ -83,13 +83,12 @@ class Layout:
         assert kind is not None
         mixed = len(dict.fromkeys(start.meta["val"].dtype for start in starts)) > 1
         # Gathered parameters interleave in the buffer, one part for each rank.
-        all_copied = kind == "all_gather" and (ranks > 1 or mixed)
-        copied = set(starts) if all_copied else _parts_of_one_gradient(starts)
+        copied = kind == "all_gather" and (ranks > 1 or mixed)
         pieces = []
         for start in starts:
             cast = None if mixed else merged_cast(start)
             value = (start if cast is None else cast).all_input_nodes[0]
-            pieces.append(Piece(start, value, start in copied))
+            pieces.append(Piece(start, value, copied))
         return Layout(kind, ranks, tuple(pieces), mixed)
 
     @property
@@ -138,37 +137,6 @@ def gather_packing(read: int, sent: int) -> Packing:
     """List the kernels that pack a gather, of ``read`` bytes before and ``sent`` after casts."""
     # One concatenates, the other one casts and copies into this rank's part of the buffer.
     return Packing((2 * read, read + 2 * sent), 2 if read else 0)
-
-
-def _parts_of_one_gradient(starts: Sequence[fx.Node]) -> set[fx.Node]:
-    """Find the parts of a tensor subclass among reductions.
-
-    Subclasses may require parts with equal offsets in their storages (torch's own ``TwoTensor``
-    does), so each part gets memory of its own::
-
-        rs(a) -> wait -> output        RS(a, b) -> wait -> split -> copy -> output
-        rs(b) -> wait -> output                                  -> copy -> output
-    """
-    if kind_of(starts[0]) == "all_gather":
-        return set()
-    results: dict[tuple[str, ...], list[fx.Node]] = {}
-    for start in starts:
-        if (tag := tag_of(start)) is not None and _is_returned(start):
-            results.setdefault(tag.fqns, []).append(start)
-    return {start for parts in results.values() if len(parts) > 1 for start in parts}
-
-
-def _is_returned(start: fx.Node) -> bool:
-    """Return whether a graph returns a collective's result, or a view of the result."""
-    views, stack = set[fx.Node](), [start]
-    while stack:
-        for user in stack.pop().users:
-            if user.op == "output":
-                return True
-            if is_view(user) and user not in views:
-                views.add(user)
-                stack.append(user)
-    return False
 
 
 def merged_cast(start: fx.Node) -> fx.Node | None:

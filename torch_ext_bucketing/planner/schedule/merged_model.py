@@ -304,7 +304,7 @@ class _BucketEdit:
         side = self._old.graph.shard_side.nodes
         if layout.kind == "all_gather" and all(piece.value in side for piece in layout.pieces):
             return 0, Packing((), 0)
-        return layout.read(bytes_of), layout.packing(bytes_of, self._costs.machine.fuses)
+        return layout.read(bytes_of), layout.packing(bytes_of, bool(self._costs.machine.fuses))
 
     def _needed_by(self, places: Iterable[int]) -> list[int]:
         needed, new_place = self._old.needed_values, self._edit.at
