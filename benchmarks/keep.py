@@ -27,7 +27,7 @@ from typing import Any
 import torch.fx as fx
 
 import torch_ext_bucketing as teb
-from eager_parity.devices import nodes
+from benchmarks.eager_parity.devices import nodes
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.passes.base import Compilation

@@ -29,7 +29,7 @@ from .passes.backends import BucketingBackend
 from .passes.base import Compilation, GraphPass
 from .planner.cost.machine import Machine, job_machine
 from .planner.resharding import ReshardAfterForward
-from .planner.schedule.plot import Drawn
+from .planner.schedule.picture import Drawn
 from .planner.schedule.policy import PeakMemory
 from .planner.step_memory import state_bytes
 from .recipes import Goal, recipe

@@ -107,9 +107,11 @@ def recipe(
         raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
     check_argument("memory", memory, PeakMemory | None)
     kinds = _kinds(model)
+    if not kinds:
+        return []
     gathers = "all_gather" in kinds
     for unit in units_of(model):
-        unit.refuse_eager_settings()
+        unit.check()
         unit.is_read = True
     _warn_of_others(model)
     match = MatchFSDP2()
@@ -194,6 +196,8 @@ def _kinds(model: nn.Module) -> tuple[Kind, ...]:
             "recipe(copy, reference=model)"
         )
     placements = [placed(p) for p in model.parameters() if is_distributed(p)]
+    if not placements and units_of(model):  # it has no parameters, or ignores them all
+        return ()
     if not placements:
         raise ValueError(
             f"{name} is not sharded: none of its parameters is a DTensor, so its graphs have no "

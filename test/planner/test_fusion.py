@@ -57,6 +57,14 @@ def test_row_reduction_fuses_with_producers_and_consumers(g):
     assert g.kernels(last) == [([mean, last], 2 * FULL)]
 
 
+def test_value_of_which_a_view_is_returned_is_written(g):
+    x = g.input()
+    value = g.op(aten.neg.default, x)
+    flat = g.op(aten.view.default, value, [ROWS * COLUMNS])
+    last = g.op(aten.exp.default, value)  # reads it in the same kernel
+    assert g.kernels(flat, last) == [([value, last], 3 * FULL)]
+
+
 def test_another_iteration_space_is_another_kernel(g):
     x, y = g.input(), g.input(7)
     both = [g.op(aten.neg.default, n) for n in (x, y)]

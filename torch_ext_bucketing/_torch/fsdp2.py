@@ -41,7 +41,9 @@ with private_torch():
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import (
+        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+    )
 
 # Whether this torch packs reduce-scatters by gradient dtype (since 2.15), keeps the dtype of a
 # gradient that is wider than its parameter (2.15), finds inputs in dataclasses (2.12), and casts
@@ -393,6 +395,11 @@ def is_inner_state(state: FSDPState) -> bool:
     return state._is_root is False
 
 
+def has_not_run(state: FSDPState) -> bool:
+    """Return whether FSDP2's hooks have run neither for the state nor for a module around it."""
+    return state._is_root is None
+
+
 def policy_for(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
     """Return a unit's policy for one parameter, by ``param_dtype_override_fn`` (since 2.15)."""
     resolve = getattr(policy, "_resolve_for_param", None)
@@ -563,7 +570,9 @@ def _groups_in_order(states: Sequence[FSDPState]) -> list[tuple[FSDPState, FSDPP
 def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:
     """Return all FQNs of an ``FSDPParam``, the one of ``model.named_parameters()`` first."""
     info = fsdp_param._module_info
-    fqns = names.get(info.module._parameters.get(info.param_name), ())
+    registered = info.module._parameters.get(info.param_name)
+    # Eager FSDP2's modules are read as they are, ours as shards (`parameters_by_name`).
+    fqns = names.get(registered) or names.get(sharded_parameter(fsdp_param, registered), ())
     if not fqns:
         raise ValueError(
             f"a fully_shard() unit of this model holds {info.param_name!r} of a "

@@ -67,17 +67,22 @@ class Extension:
         param_dtype, reduce_dtype = layout.param_dtype, layout.reduce_dtype
         cls = type(param.data)
         self.what = f"parameter {name}, a {cls.__name__}"
-        if not hasattr(cls, "__tensor_flatten__"):
+        on_class = hasattr(cls, _METHODS[0])
+        if on_class and not hasattr(cls, "__tensor_flatten__"):
             raise TypeError(
                 f"{self.what}, has no __tensor_flatten__(), which torch.compile needs of a subclass"
             )
-        signature = inspect.signature(param.data.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+        signature = inspect.signature(getattr(param.data if on_class else param, _METHODS[0]))
         if len(signature.parameters) not in (1, 5):
             raise TypeError(
                 f"{self.what}: FSDP2 calls fsdp_pre_all_gather(mesh) or (mesh, outer_size, "
                 f"outer_stride, module, mp_policy), and the signature is {signature}"
             )
-        self.pre, self.post = (getattr(cls, method) for method in _METHODS)
+        if on_class:
+            self.pre, self.post = (getattr(cls, method) for method in _METHODS)
+        else:  # a user gave the methods to the tensor
+            pre, post = (getattr(param, method) for method in _METHODS)
+            self.pre, self.post = (lambda _, *rest: pre(*rest)), (lambda _, *rest: post(*rest))
         self.ranks = mesh.size()
         self.group = mesh.get_group().group_name
         self.shape = param.shape if shape is None else shape

@@ -46,6 +46,7 @@ from ..fqns import format_names
 from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
 from ..graph.fusion import is_fused, is_reduction
+from ..graph.layout import pack_of
 from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
@@ -136,6 +137,7 @@ class BucketingBackend:
                 "backend(..., model=model)",
                 GuessedNamesWarning,
             )
+        _dynamo.forget_tensors_when_compiled(gm)
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         is_fresh = agrees and _dynamo.is_first_compile()
@@ -331,7 +333,7 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
 
 def pin_order(graph: fx.Graph) -> int:
     """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
-    packs = {p for n in graph.nodes if is_collective(n) and (p := _pack(n)) is not None}
+    packs = {p for n in graph.nodes if is_collective(n) and (p := pack_of(n)) is not None}
     keep_dense(packs)
     wanted: dict[fx.Node, list[fx.Node]] = {}
     pinned: list[fx.Node] = []
@@ -357,18 +359,6 @@ def pin_order(graph: fx.Graph) -> int:
             after[node] = len(pinned)
     run_after(graph, wanted)
     return len(wanted)
-
-
-def _pack(start: fx.Node) -> fx.Node | None:
-    """Find the ``cat`` that packs the buffer of a collective and of nothing else."""
-    node = start
-    while node is start or is_view(node):
-        if not node.all_input_nodes:
-            return None
-        node = node.all_input_nodes[0]
-        if len(node.users) > 1:
-            return None
-    return node if node.target == torch.ops.aten.cat.default else None
 
 
 def _sums(pack: fx.Node) -> list[fx.Node]:

@@ -111,17 +111,17 @@ class CombineUses(GraphPass):
 def combine_uses(graph: fx.Graph) -> CombineReport:
     """Run :class:`CombineUses` on a tagged joint or inference graph in topological order."""
     combined: list[CombinedUses] = []
-    left: list[LeftAlone] = []
+    alone: list[LeftAlone] = []
     # The parameters with several collectives of one kind and group, in graph order.
     tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
     several = (tag.fqns for (tag, _), count in Counter(tags).items() if count > 1)
     for fqns in dict.fromkeys(several):
         done, kept = _combine(graph, fqns)
         combined += done
-        left += kept
+        alone += kept
     if combined:
         graph.lint()
-    return CombineReport(tuple(combined), left=tuple(left))
+    return CombineReport(tuple(combined), left=tuple(alone))
 
 
 def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses], list[LeftAlone]]:
@@ -129,10 +129,10 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
     # Equal nodes read equal values only as long as no node writes in between.
     if not Writes(graph.nodes).unordered:
         _share_forms(graph, _gathers(_serving(graph, fqns)))
-    mine = _serving(graph, fqns)
-    gathers = _gathers(mine)
+    collectives = _serving(graph, fqns)
+    gathers = _gathers(collectives)
     facts = GraphAnalysis(graph)
-    tree = _find_tree(facts, mine)
+    tree = _find_tree(facts, collectives)
     saved = 0
 
     mergeable, kept = _same_gathers(fqns, gathers, facts) if len(gathers) > 1 else ([], [])
@@ -145,10 +145,10 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
 
     # torch drops a gather whose result no kernel reads, so sharing it saves nothing.
     read = [n for n in gathers if _is_read(n)]
-    left = len(read)
+    unread_left = len(read)
     for first, *others in mergeable:
         unread = max(0, sum(n in read for n in (first, *others)) - 1)
-        left -= unread
+        unread_left -= unread
         saved += unread * wire_bytes(first)
         for start in others:
             (wait,), (shared,) = start.users, first.users
@@ -160,11 +160,11 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
         saved += _reduce_once(graph, tree, plan, facts.position)
     if plan or mergeable:
         sort_topologically(graph)
-    if left == len(read) and not plan:
+    if unread_left == len(read) and not plan:
         return [], kept
     number = len(tree.uses)
     reduced = (number, 1 if plan else number)
-    return [CombinedUses(fqns, (len(read), left), reduced, dtype, saved)], kept
+    return [CombinedUses(fqns, (len(read), unread_left), reduced, dtype, saved)], kept
 
 
 def _serving(graph: fx.Graph, fqns: tuple[str, ...]) -> list[fx.Node]:
@@ -183,7 +183,7 @@ def _same_gathers(
     fqns: tuple[str, ...], gathers: Sequence[fx.Node], facts: GraphAnalysis
 ) -> tuple[list[list[fx.Node]], list[LeftAlone]]:
     """Group the gathers of equal values, two or more each; return reasons for the others."""
-    left: list[LeftAlone] = []
+    alone: list[LeftAlone] = []
     position, writes = facts.position, facts.writes
     structures = StructuralIds(position)
     groups: dict[Any, list[fx.Node]] = {}
@@ -192,11 +192,11 @@ def _same_gathers(
         wait = only_wait(start)
         if "out" in start.kwargs or wait is None:
             reason = f"nodes other than one wait read {start.name}"
-            left.append(LeftAlone(fqns, reason))
+            alone.append(LeftAlone(fqns, reason))
             continue
         if writes.is_written(start) or writes.is_written(wait):
             reason = f"a node writes to the result of {start.name}"
-            left.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
+            alone.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
             continue
         source, structure = structures.from_source(start.all_input_nodes[0])
         # The epoch is the number of writes to the source that precede the gather. If a write lies
@@ -212,8 +212,8 @@ def _same_gathers(
     for node, several in epochs.items():
         if len(several) > 1:
             reason = f"{_writes_to(node, writes)[0].name} writes to it between its uses"
-            left.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
-    return [group for group in groups.values() if len(group) > 1], left
+            alone.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
+    return [group for group in groups.values() if len(group) > 1], alone
 
 
 def _writes_to(source: fx.Node, writes: Writes) -> list[fx.Node]:

@@ -59,7 +59,7 @@ class MergeAmax(GraphPass):
                     if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
                         fqns.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
         groups: dict[Any, list[fx.Node]] = {}
-        left: list[LeftAlone] = []
+        alone: list[LeftAlone] = []
         # Merging moves the reads of all members to one place, so that no write may lie between.
         writes = Writes(graph.nodes).unordered
         for node in [n for n in graph.nodes if n in fqns]:
@@ -67,7 +67,7 @@ class MergeAmax(GraphPass):
             if not why and any(other in fqns for other in ancestors([node])):
                 why = "it depends on another of these all-reduces"
             if why:
-                left.append(LeftAlone(tuple(fqns[node]), why, node.name))
+                alone.append(LeftAlone(tuple(fqns[node]), why, node.name))
             else:
                 groups.setdefault(bucket_key(node), []).append(node)
         merged = [members for members in groups.values() if len(members) > 1]
@@ -76,6 +76,6 @@ class MergeAmax(GraphPass):
         if merged:
             sort_topologically(graph)
             graph.lint()
-        if merged or left:
-            report = AmaxReport(tuple(map(len, merged)), left=tuple(left))
+        if merged or alone:
+            report = AmaxReport(tuple(map(len, merged)), left=tuple(alone))
             compilation.report.rewrites.append(report)

@@ -95,9 +95,9 @@ class Park(GraphPass):
                     nodes.append(node)
         for node in dict.fromkeys(n for nodes in wanted.values() for n in nodes):
             mark(node)
-        left = [LeftAlone((name,), "no activation") for name, nodes in wanted.items() if not nodes]
-        if left:
-            compilation.report.rewrites.append(ParkReport({}, left=tuple(left)))
+        alone = [LeftAlone((name,), "no activation") for name, nodes in wanted.items() if not nodes]
+        if alone:
+            compilation.report.rewrites.append(ParkReport({}, left=tuple(alone)))
 
     def finish(self, graph: fx.Graph, compilation: Compilation) -> None:
         finish(graph, compilation)

@@ -135,22 +135,22 @@ class Pipeline:
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
         check_argument("passes", passes, Iterable)
-        given = tuple(passes)
-        for p in given:
+        listed = tuple(passes)
+        for p in listed:
             if not isinstance(p, GraphPass):
                 raise TypeError(f"{p!r} is not a pass: it must be a GraphPass")
             if p.stage not in ("joint", "forward_backward"):
                 raise ValueError(
                     f"{p.name}.stage must be 'joint' or 'forward_backward', got {p.stage!r}"
                 )
-        if why := _why_not(in_order(given)):
-            working = _working(given)
-            names = ", ".join(_listed(p, given) for p in working)
+        if why := _why_not(in_order(listed)):
+            working = _working(listed)
+            names = ", ".join(_listed(p, listed) for p in working)
             raise PassOrderError(f"{why}. A list that works: [{names}]", working)
         self.disabled = off = _switched_off(
-            q for p in (*given, *in_order(given)) for q in (p, *p.parts)
+            q for p in (*listed, *in_order(listed)) for q in (p, *p.parts)
         )
-        ours = in_order([p for p in given if p.name not in off], model)
+        ours = in_order([p for p in listed if p.name not in off], model)
         running = [p for p in ours if p.name not in off]
         self.joint = tuple(p for p in running if p.stage == "joint")
         self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
@@ -172,13 +172,13 @@ class Pipeline:
     def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> list[GraphReport]:
         """Run the passes of one stage, and warn about collectives that they did not bucket."""
         if stage == "joint":
-            made = run_passes(self.joint, stage, graph, compilation)
+            reports = run_passes(self.joint, stage, graph, compilation)
         else:
-            made = run_passes(self.forward_backward, stage, graph, compilation, self.joint)
-        warn_of_silence(graph_of(graph), made, compilation)
-        if made:
-            warn_of_padding(graph_of(graph), made, compilation)
-        return made
+            reports = run_passes(self.forward_backward, stage, graph, compilation, self.joint)
+        warn_of_silence(graph_of(graph), reports, compilation)
+        if reports:
+            warn_of_padding(graph_of(graph), reports, compilation)
+        return reports
 
     def planned_with(self, compilation: Compilation) -> str:
         """Name the inputs of plans and orders, for ranks to compare."""

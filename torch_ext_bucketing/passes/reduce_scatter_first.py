@@ -83,7 +83,7 @@ class ReduceScatterFirst(GraphPass):
 def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
     """Run :class:`ReduceScatterFirst` on a tagged joint graph, which stays in topological order."""
     swapped: list[ReducedShard] = []
-    left: list[LeftAlone] = []
+    alone: list[LeftAlone] = []
     position = positions(graph)
     written = Writes(graph.nodes).written
     for reduce in list(graph.nodes):
@@ -98,7 +98,7 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
         cut = next((c for c in cuts if started_by(c.node) is reduce), None)
         reason = _why_not(reduce, scatter, cut, written)
         if reason or cut is None:
-            left.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
+            alone.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
             continue
         before = nbytes_of(reduce)
         _swap(graph, reduce, scatter, cut)
@@ -106,7 +106,7 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
     if swapped:
         sort_topologically(graph)
         graph.lint()
-    return ScatterReport(tuple(swapped), left=tuple(left))
+    return ScatterReport(tuple(swapped), left=tuple(alone))
 
 
 def _scatter_after(reduce: fx.Node) -> fx.Node | None:

@@ -142,17 +142,17 @@ class RunWatch:
         for unit, fqns in members.items():
             listed = {} if unit is None else {f: i for i, f in enumerate(self._units.units[unit])}
             fqns.sort(key=lambda fqn: listed.get(fqn, -1))
-        own = [names[p] for p in parameters if p in names]
+        names_of_module = [names[p] for p in parameters if p in names]
         known = _known.setdefault(model, _Known())
-        known.compiled.update(own)
+        known.compiled.update(names_of_module)
         self._watch_others(model, names, members, known)
         planned = list(self._planned.values())
-        if len(own) < len(parameters) or own == planned:
+        if len(names_of_module) < len(parameters) or names_of_module == planned:
             return
-        if self._packing(own, members) != self._packing(planned, members):
+        if self._packing(names_of_module, members) != self._packing(planned, members):
             self._compilation.warn_of_bits(
-                f"{format_names(own)} run the graph that was compiled for {self._names}, and are "
-                "packed like those, but their units differ",
+                f"{format_names(names_of_module)} run the graph compiled for {self._names}, "
+                "and are packed like those, but their units differ",
                 "Modules of one class share a graph: give them equal units, in eager FSDP2 as "
                 "well, or compile each with a backend(...) of its own",
             )

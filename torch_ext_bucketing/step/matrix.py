@@ -76,8 +76,8 @@ def _send_momentum(
     for i, part in zip(order, out.split([sizes[i] for i in order]), strict=True):
         parts.setdefault(i, []).append(part)
     place = itertools.count()
-    for buffer, grad, of in zip(momentum, grads, numbers, strict=True):
-        factor = of[1].item()
+    for buffer, grad, number in zip(momentum, grads, numbers, strict=True):
+        factor = number[1].item()
         buffer.lerp_(grad, 1 - factor)
         update = grad.lerp(buffer, factor) if nesterov else buffer
         for matrix in matrices_in([update]):
@@ -158,14 +158,14 @@ def _add_updates(
     """
     if skip is not None and skip.item():
         return
-    mine = matrices_in(params)
+    matrices = matrices_in(params)
     whose = [k for k, p in enumerate(params) for _ in matrices_in([p])]
-    for i, part in zip(order, received.split([mine[i].numel() for i in order]), strict=True):
+    for i, part in zip(order, received.split([matrices[i].numel() for i in order]), strict=True):
         k = whose[i]
         lr, _, decay = numbers[k].tolist()
-        mine[i].mul_(1 - lr * decay)
+        matrices[i].mul_(1 - lr * decay)
         scale = adjusted_lr(lr, adjust, torch.Size(shapes[2 * k : 2 * k + 2]))
-        mine[i].add_(part.view(mine[i].shape), alpha=-scale)
+        matrices[i].add_(part.view(matrices[i].shape), alpha=-scale)
 
 
 SEND = operator(
@@ -234,8 +234,8 @@ def append_matrices(
         )
     alike: dict[Any, list[Update]] = {}
     for u in updates:
-        given = [u.group[name] for name in MatrixRule.options]
-        options = tuple(tuple(v) if isinstance(v, list) else v for v in given)
+        settings = [u.group[name] for name in MatrixRule.options]
+        options = tuple(tuple(v) if isinstance(v, list) else v for v in settings)
         alike.setdefault((mesh_of(u.parameter), options), []).append(u)
     # The costliest first, as among matrices: the others even out what these leave.
     groups = sorted(map(_Alike, alike.values()), key=lambda g: -max(g.costs))
@@ -297,13 +297,13 @@ class _Alike:
         owners = choose_owners(self.costs, loads, [m.home for m in self.matrices])
         load.update(zip(self.ranks, loads, strict=True))
         nbytes = [SENT.itemsize * m.rows * m.columns for m in self.matrices]
-        given = self.costs, nbytes, owners, cap, LEAST_BYTES
-        for of in choose_buckets(*given, stacks=self.stacks):
+        arguments = self.costs, nbytes, owners, cap, LEAST_BYTES
+        for of in choose_buckets(*arguments, stacks=self.stacks):
             matrices = [replace(self.matrices[i], owner=places[owners[i]]) for i in of]
             stacks = list(dict.fromkeys(self.stacks[i] for i in of))
             whose = [stacks.index(self.stacks[i]) for i in of]
-            mine = [self.updates[k] for k in stacks]
-            self.buckets.append((mine, whose, Routes(matrices, self.shape, self.at)))
+            updates = [self.updates[k] for k in stacks]
+            self.buckets.append((updates, whose, Routes(matrices, self.shape, self.at)))
 
     def _matrices(self, update: Update, known: dict[Any, list[Matrix]]) -> list[Matrix]:
         """Read where matrices are, which ``known`` keeps for others of the same placements."""
@@ -364,8 +364,8 @@ class _MatrixBucket:
         first = 0
         for k, u in enumerate(updates):
             local = u.shard.meta["val"].shape
-            mine = [i for i in here if whose[i] == k]
-            self._place.update(zip(mine, itertools.count(first)))
+            own_parts = [i for i in here if whose[i] == k]
+            self._place.update(zip(own_parts, itertools.count(first)))
             first += local[0] if len(local) == 3 else 1
         self._forth, self._back = exchange.to_owners(), exchange.to_shards()
         self._mesh = mesh_of(updates[0].parameter)
@@ -374,11 +374,11 @@ class _MatrixBucket:
 
     def send(self, skip: fx.Node | None) -> None:
         """Append momentum, and the exchange to the owners."""
-        mine = self._updates
+        updates = self._updates
         first = self._forth[0].sent if self._forth else self._exchange.held((), 0)
         order = [self._place[p.matrix] for p in first]
-        lists = zip(*((u.momentum, u.gradient, u.numbers) for u in mine), strict=True)
-        nesterov = mine[0].group["nesterov"]
+        lists = zip(*((u.momentum, u.gradient, u.numbers) for u in updates), strict=True)
+        nesterov = updates[0].group["nesterov"]
         self._sent = self._call(SEND, *map(list, lists), skip, order, nesterov)
         most = self._forth[0].most[0] if self._forth else self._exchange.elements(first)
         size = SENT.itemsize * most
@@ -390,11 +390,15 @@ class _MatrixBucket:
     def compute(self) -> None:
         """Append Newton-Schulz, and the exchange to the shards."""
         ex, group = self._exchange, self._updates[0].group
-        mine = list(dict.fromkeys(p.matrix for p in self._have))
+        matrices = list(dict.fromkeys(p.matrix for p in self._have))
         wanted = self._back[0].sent if self._back else self._have
-        shapes = [n for i in mine for n in (ex.matrices[i].rows, ex.matrices[i].columns)]
+        shapes = [n for i in matrices for n in (ex.matrices[i].rows, ex.matrices[i].columns)]
         given, out = (
-            [n for p in parts for n in (mine.index(p.matrix), *ex.matrices[p.matrix].blocks[p.at])]
+            [
+                n
+                for p in parts
+                for n in (matrices.index(p.matrix), *ex.matrices[p.matrix].blocks[p.at])
+            ]
             for parts in (self._have, wanted)
         )
         coefficients = list(group["ns_coefficients"])
@@ -426,9 +430,9 @@ class _MatrixBucket:
     def _move(self, hop: Hop) -> None:
         """Append a repacking if the order or the parts differ, and the all-to-all."""
         if hop.sent != self._have:
-            at = {part: i for i, part in enumerate(self._have)}
+            place_of = {part: i for i, part in enumerate(self._have)}
             sizes = [self._exchange.elements([p]) for p in self._have]
-            order = [at[p] for p in hop.sent]
+            order = [place_of[p] for p in hop.sent]
             self._sent = self._call(REPACK, self._sent, sizes, order)
             size = SENT.itemsize * hop.most[0]
             set_work(self._sent, Work(size, 2 * size))

@@ -99,12 +99,14 @@ def by_mesh(
     groups: dict[Any, list[int]] = {}
     for i, parameter in enumerate(parameters):
         groups.setdefault(mesh_of(parameter), []).append(i)
-    for mesh, of in groups.items():
-        groups[mesh] = [of[k] for k in by_dtype([shard_of(parameters[i]) for i in of])]
-    return [
-        (tuple(sorted({d for i in of for d in sharded_dims(parameters[i])}, key=itemgetter(1))), of)
-        for of in groups.values()
-    ]
+    for mesh, places in groups.items():
+        groups[mesh] = [places[k] for k in by_dtype([shard_of(parameters[i]) for i in places])]
+
+    def dims_of(places: Sequence[int]) -> tuple[Any, ...]:
+        dims = {d for i in places for d in sharded_dims(parameters[i])}
+        return tuple(sorted(dims, key=itemgetter(1)))
+
+    return [(dims_of(places), places) for places in groups.values()]
 
 
 def append_norms(
@@ -208,11 +210,11 @@ def append_unscale(
                 mine.setdefault(optimizer, []).append(parts[i])
         if not mine:
             continue
-        vector = call(STACK, [call(ANY, of) for of in mine.values()], [1.0] * len(mine))
+        vector = call(STACK, [call(ANY, nodes) for nodes in mine.values()], [1.0] * len(mine))
         for mesh, dim in dims:
             group = as_argument(mesh_group(mesh, dim))
             vector = call(_c10d.all_reduce.default, vector, "max", group)
             vector = call(_c10d.wait_tensor.default, vector)
         for k, optimizer in enumerate(mine):
             flags.setdefault(optimizer, []).append(call(_aten.select.int, vector, 0, k))
-    return {o: of[0] if len(of) == 1 else call(ANY, of) for o, of in flags.items()}
+    return {o: nodes[0] if len(nodes) == 1 else call(ANY, nodes) for o, nodes in flags.items()}

@@ -185,9 +185,9 @@ def tiles(rows: int, columns: int, blocks: Iterable[Rectangle]) -> bool:
     """Return whether blocks cover a matrix exactly."""
     pieces = {b for b in blocks if b.size}
     spans = {(b.row, b.rows) for b in pieces}, {(b.column, b.columns) for b in pieces}
-    for mine, whole in zip(spans, (rows, columns), strict=True):
+    for spans_of_dim, whole in zip(spans, (rows, columns), strict=True):
         end = 0
-        for start, size in sorted(mine):
+        for start, size in sorted(spans_of_dim):
             if start != end:
                 return False
             end += size
@@ -257,8 +257,8 @@ class Routes:
                 for rank in self._holders(Piece(i, c), d if back else d + 1):
                     receiving[rank] += block.size
         at, peers = self.at, range(self.mesh[d]) if moves else (self.at[d],)
-        mine = self.held(at, dims)
-        sent = [[p for p in mine if goes(p, at[d], peer, d)] for peer in peers]
+        held = self.held(at, dims)
+        sent = [[p for p in held if goes(p, at[d], peer, d)] for peer in peers]
         received = [
             [p for p in self.held((*at[:d], s, *at[d + 1 :]), dims) if goes(p, s, at[d], d)]
             for s in peers

@@ -34,10 +34,10 @@ class StackedMuon(MuonOfEach):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__([torch.empty(0, 0)], **options)  # which refuses stacks
         self.param_groups.clear()
-        given = list(params)
-        if not given:
+        parameters = list(params)
+        if not parameters:
             raise ValueError("give StackedMuon at least one parameter")
-        for group in given if isinstance(given[0], dict) else [{"params": given}]:
+        for group in parameters if isinstance(parameters[0], dict) else [{"params": parameters}]:
             self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -113,8 +113,8 @@ class Rule:
 
 def one_by_one(options: str, device: torch.device) -> bool:
     """Return whether parameters are updated one after the other, which needs the least memory."""
-    given = options.split()
-    return "foreach=0" in given or ("foreach=-" in given and device.type == "cpu")
+    words = options.split()
+    return "foreach=0" in words or ("foreach=-" in words and device.type == "cpu")
 
 
 class _Adam(Rule):
@@ -166,9 +166,9 @@ class _SGD(Rule):
         # The first step copies the gradient, with the sign of its zeros.
         buffers = [None if new else b for b, new in zip(kept, fresh, strict=True)]
         sgd(params, grads, buffers, **options)
-        for made, buffer, new in zip(buffers, kept, fresh, strict=True):
-            if new and made is not None and buffer is not None:
-                buffer.copy_(made)
+        for buffer_made, buffer, new in zip(buffers, kept, fresh, strict=True):
+            if new and buffer_made is not None and buffer is not None:
+                buffer.copy_(buffer_made)
 
 
 class MatrixRule(Rule):
@@ -250,21 +250,21 @@ def _update(
     options: str,
 ) -> None:
     values = {"1": True, "0": False, "-": None}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: values[v] for name, _, v in (o.partition("=") for o in options.split())
     }
     # Fused kernels read the flag on the device; others would update, so the host has to wait.
-    on_device = bool(given.get("fused")) and skip is not None
+    on_device = bool(arguments.get("fused")) and skip is not None
     if skip is not None and not on_device and skip.item():
         return
     kinds = len(state) // len(params)
     columns = [list(state[k::kinds]) for k in range(kinds)]
     new = [False] * len(params) if fresh is None else fresh[places].tolist()
-    of = BY_NAME[rule]
-    names = [n for each in of.numbers for n in _SEVERAL.get(each, (each,))]
-    given |= dict(zip(names, numbers.tolist(), strict=True))
-    given |= {"found_inf": skip if on_device else None} | ({} if lr is None else {"lr": lr})
-    of.run(given, new, list(params), list(grads), *columns)
+    update_rule = BY_NAME[rule]
+    names = [n for each in update_rule.numbers for n in _SEVERAL.get(each, (each,))]
+    arguments |= dict(zip(names, numbers.tolist(), strict=True))
+    arguments |= {"found_inf": skip if on_device else None} | ({} if lr is None else {"lr": lr})
+    update_rule.run(arguments, new, list(params), list(grads), *columns)
 
 
 UPDATE = operator(

@@ -68,7 +68,7 @@ class TrainStep:
         self._exchange_bytes, self._scaler = exchange_bytes, scaler
         self._clip_value, self._watched = clip_value, watched
         self._norms: dict[float, list[tuple[torch.Tensor, list[str]]]] = {}
-        self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
+        self._parameters = [(names[0], p) for p, names in parameter_names(model).items()]
         self._units = all_units(model)
         self._accumulating: Loss | None = None
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
@@ -108,11 +108,11 @@ class TrainStep:
             for hook in grad_hooks(p)[1] if p.grad is not None else ():
                 hook(p)
         for optimizer in self.optimizers:
-            mine = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
-            if any(p.grad is not None for p in mine):
+            unplanned = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
+            if any(p.grad is not None for p in unplanned):
                 if not ran.skips(optimizer):
                     optimizer.step()
-                for p in mine:
+                for p in unplanned:
                     p.grad = None
             optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler
         if self._scaler is not None:
@@ -165,9 +165,9 @@ class TrainStep:
         options = [(g.rule_name, g.rule.key(g.given), len(g.given["params"])) for g in groups]
         key = (accumulated, hooked, *options)
         if key not in self._made:
-            given = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
+            arguments = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
             read = self._scaler, self._clip_value, self._watched
-            backend = self._make_backend(lambda: Epilogue(*given, *read, hooked))
+            backend = self._make_backend(lambda: Epilogue(*arguments, *read, hooked))
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]
@@ -319,15 +319,15 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.
             "planned: take its steps eagerly"
         )
     check_parameters(optimizer, model)
-    mine = {
+    positions = {
         f"param_groups[{i}]['params'][{j}]": p
         for i, group in enumerate(optimizer.param_groups)
         for j, p in enumerate(group["params"])
     }
-    twice = [name for name, p in mine.items() if p in taken]
+    twice = [name for name, p in positions.items() if p in taken]
     if twice:
         raise ValueError(
             f"{len(twice)} parameter(s) of {type(optimizer).__name__} belong to an earlier "
             f"optimizer, too: {format_names(twice)}. Give each to one"
         )
-    taken.update(mine.values())
+    taken.update(positions.values())

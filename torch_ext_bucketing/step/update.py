@@ -208,8 +208,8 @@ class Epilogue:
         numel = {fqn: largest_shard_numel(p.parameter) for fqn, p in self.trained.items()}
         return sum(
             t.element_size() * (numel[fqn] if t.dim() else 1)
-            for fqn, of in self._states.items()
-            for t in of
+            for fqn, states in self._states.items()
+            for t in states
         )
 
     def values(self) -> list[torch.Tensor]:
@@ -281,7 +281,9 @@ def _note_largest(node: fx.Node, p: Trained) -> None:
 
 
 def _values_in(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    return [v for optimizer in optimizers for of in optimizer.state.values() for v in of.values()]
+    return [
+        v for optimizer in optimizers for state in optimizer.state.values() for v in state.values()
+    ]
 
 
 class _Appending:
@@ -375,10 +377,10 @@ class _Appending:
         for order in dict.fromkeys(
             [*([] if norm is None else [norm.norm_type]), *self.epilogue.watched]
         ):
-            made = append_norms(self.call, nodes, parameters, order)
-            vectors[order] = [vector for vector, _ in made]
-            kept = [self._keep(f"norms_{len(vectors)}_{k}", v) for k, (v, _) in enumerate(made)]
-            of = [[names[i] for i in places] for _, places in made]
+            norms = append_norms(self.call, nodes, parameters, order)
+            vectors[order] = [vector for vector, _ in norms]
+            kept = [self._keep(f"norms_{len(vectors)}_{k}", v) for k, (v, _) in enumerate(norms)]
+            of = [[names[i] for i in places] for _, places in norms]
             self.epilogue.norms[order] = list(zip(kept, of, strict=True))
         if norm is None:
             return None, None
@@ -426,9 +428,9 @@ class _Appending:
                 matrices.setdefault(skip, []).append(update)
                 continue
             first = fresh if group.rule.copies_at_first else None
-            given = (*numbers[group], skip, first, [p.place], group.rule_name)
+            tail = (*numbers[group], skip, first, [p.place], group.rule_name)
             options = group.rule.options_of(group.given)
-            node = self.call(UPDATE, [shard], [gradients[p]], state, *given, options)
+            node = self.call(UPDATE, [shard], [gradients[p]], state, *tail, options)
             single = one_by_one(options, shard_of(p.parameter).device)
             nbytes = group.rule.copies(group.given, single) * largest_shard_bytes(p.parameter)
             set_updates(node, (p.fqn,), nbytes)
@@ -495,8 +497,8 @@ class _Appending:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         with self.mode, torch.no_grad():
-            given = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = None if target is UPDATE else target(*given[0], **given[1])
+            values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = None if target is UPDATE else target(*values[0], **values[1])
         if target in _LISTS:
             set_work(node, Work(0))
         self.made.append(node)
@@ -525,7 +527,7 @@ def group_calls(graph: fx.Graph, clipped: bool) -> None:
         members.append(node)
         open_calls[key] = members, nbytes
     for members in calls:
-        _join(graph, members)
+        _merge_calls(graph, members)
 
 
 def _reduction_of(value: fx.Node) -> fx.Node:
@@ -549,24 +551,31 @@ def _together(node: fx.Node) -> Callable[[Iterable[int]], int]:
     return max if single else sum
 
 
-def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    if len(members) == 1:
+def _merge_calls(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
+    """Merge calls of one operator into the last one, which gets the items of all their lists.
+
+    ::
+
+        before    update([a]) ... update([b])        norms([a]) -> item 0 ... norms([b]) -> item 0
+        after     ... update([a, b])                 ... norms([a, b]) -> item 0, item 1
+    """
+    if len(calls) == 1:
         return
-    last = members[-1]
+    last = calls[-1]
     last.args = tuple(
-        [x for m in members for x in m.args[i]] if isinstance(a, list | tuple) else a  # type: ignore[union-attr]
+        [x for call in calls for x in call.args[i]] if isinstance(a, list | tuple) else a  # type: ignore[union-attr]
         for i, a in enumerate(last.args)
     )
     if last.target is UPDATE:
-        fqns = [fqn for m in members for fqn in updates_of(m)]
-        set_updates(last, fqns, _together(last)(map(buffer_bytes, members)))
+        fqns = [fqn for call in calls for fqn in updates_of(call)]
+        set_updates(last, fqns, _together(last)(map(buffer_bytes, calls)))
     if last.target is NORMS:  # a result for each gradient
-        last.meta["val"] = [v for m in members for v in m.meta["val"]]
-        at = last
-        for i, item in [(i, user) for i, member in enumerate(members) for user in member.users]:
+        last.meta["val"] = [v for call in calls for v in call.meta["val"]]
+        before = last  # items follow the merged call, in the order of the gradients
+        for i, item in [(i, user) for i, call in enumerate(calls) for user in call.users]:
             item.args = (last, i)
-            at.append(item)
-            at = item
-    for member in members[:-1]:
-        member.replace_all_uses_with(last)  # the flag of a loss scale
-        graph.erase_node(member)
+            before.append(item)
+            before = item
+    for call in calls[:-1]:
+        call.replace_all_uses_with(last)  # the flag of a loss scale
+        graph.erase_node(call)
