@@ -755,7 +755,8 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
     group = dist.group.WORLD.group_name
 
     def packed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        parts = [x.sum(0).view(2, -1), (x @ y @ y).view(2, -1)]
+        first, last = x.sum(0), x @ y @ y
+        parts = [first.view(2, -1), last.view(2, -1), (last * y).sum(0).exp().view(2, -1)]
         bucket = torch.cat(parts, 1).flatten()
         reduced = torch.ops._c10d_functional.reduce_scatter_tensor(bucket, "sum", 2, group)
         return torch.ops._c10d_functional.wait_tensor(reduced)
@@ -769,7 +770,9 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
         for inner in getattr(gm, node.args[1].target).graph.nodes
         if inner.op == "call_function"
     }
-    assert after == {"aten.cat.default": ["mm_1"]}
+    assert after == {"aten.cat.default": ["mm_1", "sum_2"]}
+    (pack,) = (n for n in gm.graph.nodes if str(n.target) == "control_deps")
+    assert pack.meta["dislike_padding"]  # rows of a bucket have no gaps between them
 
 
 @pytest.mark.torch

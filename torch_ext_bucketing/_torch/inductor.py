@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,10 +57,28 @@ def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> N
     preserve_node_ordering(graph, {node: OrderedSet(first) for node, first in before.items()})
 
 
+def keep_dense(nodes: Iterable[fx.Node]) -> None:
+    """Let Inductor leave no gaps between the rows of some results (``comprehensive_padding``)."""
+    # Rows of a bucket that are not a multiple of 128 bytes would be padded, and the whole bucket
+    # copied for the collective, which sends it as one piece. Inductor does not look into nodes that
+    # run_after() wraps, but reads this there, too.
+    for node in nodes:
+        node.meta["dislike_padding"] = True
+
+
 try:
     from torch._inductor.custom_graph_pass import CustomPassBase
 except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
     CustomPassBase = CustomGraphPass
+
+
+NO_HOLDS = {"allow_buffer_reuse": False}
+"""Inductor's options for code that frees each buffer at its last use.
+
+By default it holds one until the next of equal size, while its own estimate of the peak is not
+exceeded. That estimate counts a bucket and its parts, so the bucket of one layer would be held for
+the next one's. The allocator reuses memory that was freed.
+"""
 
 
 def check_passes_run_here() -> None:
@@ -86,6 +104,7 @@ def compile_inductor(
     mode: str | None = None,
     cacheable: Mapping[str, str] | None = None,
     prefetch: int | None = None,
+    holds: bool = True,
     meshes: Sequence[Any] = (),
     extend: Callable[[fx.GraphModule], tuple[list[Any], Wrap]] | None = None,
     check: Wrap | None = None,
@@ -98,6 +117,7 @@ def compile_inductor(
         options: options of ``torch.compile``, and its ``mode``.
         cacheable: names of functions whose calls AOTAutograd may cache, with their digests.
         prefetch: depth of torch's overlap scheduling, if it is on and has no depth.
+        holds: whether code may hold a buffer after its last use, for a later one of equal size.
         meshes: see :func:`.watched_caches`.
         extend: changes the forward and backward graphs; returns fake tensors for inputs that it has
             added, and a wrapper that adds their values. AOTAutograd's cache is off then, since it
@@ -122,6 +142,7 @@ def compile_inductor(
         "bucket_all_gathers_fx": "none",
         "bucket_reduce_scatters_fx": "none",
         "bucket_all_reduces_fx": "none",
+        **({} if holds else NO_HOLDS),
         "custom_partitioner_fn": Partitioner(
             options.get("custom_partitioner_fn", config.custom_partitioner_fn)
         ),

@@ -59,6 +59,17 @@ _SCATTERS = {
     _aten.scatter_add.default: 3,
 }
 """Operators that add to a copy of their first argument, and the place of the added values."""
+_SEVERAL = frozenset(
+    {
+        "aten::max.dim",
+        "aten::min.dim",
+        "aten::var_mean.correction",
+        "prims::prepare_softmax_online",  # Inductor registers it
+    }
+)
+"""Names of reductions with several results of one shape, without torch's tag ``reduction``."""
+_LONGEST_PERSISTENT = 1024
+"""The most elements of a row that a kernel holds in registers (``triton_heuristics``)."""
 _MOST_READS_OF_SHARED = 4
 """The most buffers of a value that several readers compute again."""
 _MOST_CAT_INPUTS = 8
@@ -128,15 +139,20 @@ class Operators(dict[fx.Node, Operator]):
 
     def __missing__(self, node: fx.Node) -> Operator:
         value, size = node.meta.get("val"), self._size(node)
-        is_tensor = isinstance(value, torch.Tensor)
+        several = isinstance(value, (list, tuple))
+        numel = 0
+        if isinstance(value, torch.Tensor):
+            numel = size // value.dtype.itemsize
+        elif _has_several(node.target):
+            numel = size // sum(v.dtype.itemsize for v in value)
         operator = self[node] = Operator(
             is_view(node),
             is_fused(node),
             is_reduction(node),
             node.all_input_nodes,
             size,
-            size // value.dtype.itemsize if is_tensor else 0,
-            isinstance(value, (list, tuple)),
+            numel,
+            several,
         )
         return operator
 
@@ -179,6 +195,8 @@ class _Walk:
         self._before: list[int] = []  # by kernel, a bit set of those it needs
         self._at: list[Kernel | None] = []
         self._touching: dict[fx.Node, list[int]] = {}
+        # Values that are added to a copy of a constant -> the buffers that they are computed from.
+        self._added: dict[fx.Node, dict[fx.Node, int]] = {}
         self._left: set[fx.Node] = set()  # buffers that other kernels read
         self._written: list[tuple[int, fx.Node]] = []
         tensors = (t for n in nodes for t in tensors_in(n.meta.get("val")))
@@ -190,12 +208,44 @@ class _Walk:
         for node in [n for n in self._inline if self._is_read_outside(n)]:
             self._write(node)
         # Whether a buffer exists is known only now: a result that just its own kernel reads stays
-        # in registers and costs no bytes.
+        # in registers and costs no bytes, unless the kernel goes over long rows again.
         self._left.update(n for _, n in self._written if self._is_read_outside(n))
+        self._left.update(self._read_in_later_loops())
         for number, node in self._written:
             kernel = self._at[number]
             if kernel is not None and node in self._left:
                 kernel.shares[node] = kernel.shares.get(node, 0) + self._size(node)
+
+    def _read_in_later_loops(self) -> list[fx.Node]:
+        """Return results that their own kernel reads after a reduction of long rows.
+
+        ::
+
+            x -> sub -> amax -> exp(sub - amax)      for x: write sub, amax   for sub: exp
+        """
+        if self._cpu:
+            return []
+        place = {node: i for i, node in enumerate(self._inside)}
+        last_read: dict[tuple[int, fx.Node], int] = {}
+        reductions: dict[int, list[int]] = {}
+        for number, node, reads in self._joined:
+            kernel = self._at[number]
+            assert kernel is not None
+            if kernel.space[1] > _LONGEST_PERSISTENT:
+                for buffer in reads:
+                    key = number, buffer
+                    last_read[key] = max(last_read.get(key, -1), place[node])
+                if self._operators[node].reduces:
+                    reductions.setdefault(number, []).append(place[node])
+        return [
+            node
+            for number, node in self._written
+            if not self._operators[node].reduces
+            and any(
+                place[node] < at < last_read.get((number, node), -1)
+                for at in reductions.get(number, ())
+            )
+        ]
 
     def result(self) -> Fused:
         """Return the kernels, with their buffers."""
@@ -220,6 +270,13 @@ class _Walk:
             result.reads.setdefault(first, {}).update(dict.fromkeys(reads_of_kernel))
             later = together[together.index(first) + 1 :]
             result.runs_at.update(dict.fromkeys(later, first))
+        for node, values in self._added.items():
+            # The copy of a constant waits for nothing, and Inductor may run it before the kernels
+            # of the values that are added.
+            made = [b for b in values if place.get(b, -1) >= 0]
+            if made:
+                last = max(made, key=place.__getitem__)
+                result.runs_at.setdefault(node, result.runs_at.get(last, last))
         for number, node, reads in self._joined:
             if node in result.within:
                 continue
@@ -227,6 +284,7 @@ class _Walk:
                 b
                 for b in self._aligned.get(node, ())
                 if inputs[number].get(b) == 1 and b in reads and self._size(b) == self._size(node)
+                if b.target not in _SCATTERS  # Inductor writes over no buffer that was added to
             ]
             if aligned:
                 result.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
@@ -374,7 +432,10 @@ class _Walk:
         base, values = node.args[0], node.args[place]
         assert isinstance(base, fx.Node)
         assert isinstance(values, fx.Node)
-        self._join(node, self._reads([base]), (self._numel(node), 1))
+        read = self._reads([base])
+        self._join(node, read, (self._numel(node), 1))
+        if not read:
+            self._added[node] = self._reads([values])
         rest = [n for n in node.all_input_nodes if n is not base]
         moved = min(self._numel(values) * node.meta["val"].dtype.itemsize, self._size(node))
         if node.target is not _aten.index_put.default or node.args[3:]:
@@ -466,8 +527,15 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
 
 def is_fused(node: fx.Node) -> bool:
     """Return whether a node is part of a kernel that Inductor generates."""
+    if _has_several(node.target):
+        return True
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
     return is_tensor and not is_view(node) and _is_fused(node.target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_several(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.name() in _SEVERAL
 
 
 @functools.lru_cache(maxsize=1024)
@@ -487,4 +555,4 @@ def read_once(node: fx.Node) -> fx.Node | None:
 
 def is_reduction(node: fx.Node) -> bool:
     """Return whether an operator reduces its input."""
-    return torch.Tag.reduction in getattr(node.target, "tags", ())
+    return _has_several(node.target) or torch.Tag.reduction in getattr(node.target, "tags", ())

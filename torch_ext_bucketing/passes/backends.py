@@ -9,9 +9,10 @@ from host memory, waits and compute nodes. Kernels between them may still fuse a
 
 It also pins where a bucket of reductions is packed. Inductor allocates the whole buffer for the
 first kernel that writes a part of it. That kernel may fuse with the one that computes the part,
-long before the other parts exist::
+long before the other parts exist, and before kernels that read large values for the last time::
 
-    sum  ...  mm1  cat(sum, mm1)  rs         cat after mm1, with all kernels that copy into it
+    sum1  ...  mm1  sum2  cat(sum1, mm1, sum2)  rs      cat after mm1 and sum2, with all kernels
+                                                        that copy into it
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .._torch.aot import Wrap, compile_aot, copies_in_partitioner, stage_of
 from .._torch.inductor import (
     CustomGraphPass,
     compile_inductor,
+    keep_dense,
     run_after,
     sort_topologically,
     uses_cuda_graphs,
@@ -43,8 +45,9 @@ from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_cou
 from ..fqns import format_names
 from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
+from ..graph.fusion import is_fused, is_reduction
 from ..graph.layout import pack_of
-from ..graph.nodes import host_stream, is_collective, is_compute, is_number, launched_by
+from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..runtime import agreement
@@ -102,6 +105,11 @@ class BucketingBackend:
         check_argument("passes", self.passes, Iterable)
         self.passes = tuple(self.passes)
         self.pipeline = Pipeline(self.passes, self.model)
+
+    @property
+    def orders(self) -> bool:
+        """Whether a pass plans the order of the nodes, and so the peak of memory."""
+        return any(ORDER in p.provides for p in self.pipeline.ahead)
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -224,6 +232,7 @@ class _Compile:
             mode=given.get("mode"),
             cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
             prefetch=self.backend.prefetch,
+            holds=not self.backend.orders,
             meshes=self.meshes,
             extend=self.extend if self.compilation.extension else None,
             check=self.check.wrap if self.check else None,
@@ -280,7 +289,7 @@ class _InductorPass(CustomGraphPass):
             work.check.keep(graph, graph.owning_module)
         if backend.only_plans:
             raise Planned(graph)
-        if any(ORDER in p.provides for p in backend.pipeline.ahead):
+        if backend.orders:
             pin_order(graph)  # last, since wrapping hides a node's operator
 
     def graph_compiled(self) -> CompileReport | None:
@@ -324,7 +333,8 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
 
 def pin_order(graph: fx.Graph) -> int:
     """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
-    packs = {pack_of(node) for node in graph.nodes if is_collective(node)} - {None}
+    packs = {p for n in graph.nodes if is_collective(n) and (p := pack_of(n)) is not None}
+    keep_dense(packs)
     wanted: dict[fx.Node, list[fx.Node]] = {}
     pinned: list[fx.Node] = []
     after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
@@ -340,11 +350,27 @@ def pin_order(graph: fx.Graph) -> int:
         if (in_order or node in packs) and after[node] < len(pinned):
             wanted[node] = pinned[-1:]
             after[node] = len(pinned)
+        if node in packs:
+            late = [n for n in _sums(node) if not pinned or n > pinned[-1]]
+            if late:
+                wanted[node] = [*wanted.get(node, ()), *late]
         if in_order:
             pinned.append(node)
             after[node] = len(pinned)
     run_after(graph, wanted)
     return len(wanted)
+
+
+def _sums(pack: fx.Node) -> list[fx.Node]:
+    """Return the reductions that a buffer is packed from; a fused kernel packs other values."""
+    sums, stack = dict[fx.Node, None](), list(pack.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if is_reduction(node):
+            sums[node] = None
+        elif is_fused(node) or (is_view(node) and node.op == "call_function"):
+            stack += node.all_input_nodes
+    return [*sums]
 
 
 def backend(
