@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +198,11 @@ def _payload(bucket: BucketReport) -> list[str]:
 _BUCKET: Columns = {**BUCKET, "cause": lambda b: b.detail, "payload:list": _payload}
 
 
+def _of_bucket(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Read a value of the bucket in a pair of graph and bucket."""
+    return lambda pair: value(pair[1])
+
+
 def _collectives(report: CompileReport) -> Iterator[_Table]:
     unmerged = list[Sequence[Any]]()
     for g in report.graphs:
@@ -212,7 +217,7 @@ def _collectives(report: CompileReport) -> Iterator[_Table]:
             unmerged.append((g.stage, "-", "-", None, "not eligible", y.reason, names, y.node))
         unmerged += [(g.stage, "-", "-", None, "in no unit", "", x, "") for x in g.uncovered]
     buckets = {"graph": lambda x: x[0].stage}
-    buckets |= {name: lambda x, value=value: value(x[1]) for name, value in _BUCKET.items()}
+    buckets |= {name: _of_bucket(value) for name, value in _BUCKET.items()}
     of_graphs = [(g, b) for g in report.graphs for b in g.buckets]
     yield _table("Buckets", "No collectives were merged.", buckets, of_graphs)
     head = _places("graph,kind,group,bytes:b,left by,cause,parameters,node")
