@@ -136,7 +136,7 @@ class Layout:
 def gather_packing(read: int, sent: int) -> Packing:
     """List the kernels that pack a gather, of ``read`` bytes before and ``sent`` after casts."""
     # One concatenates, the other one casts and copies into this rank's part of the buffer.
-    return Packing((2 * read, read + 2 * sent), 2 if read else 0)
+    return Packing((2 * read, read + 2 * sent), 2)
 
 
 def merged_cast(start: fx.Node) -> fx.Node | None:
