@@ -188,8 +188,8 @@ class _Compile:
     def after(self, graph: fx.Graph) -> GraphLaunches:
         """Run the passes on a graph after the partitioner; return its launches."""
         pipeline, compilation = self.backend.pipeline, self.compilation
-        made = pipeline.run("forward_backward", graph, compilation)
-        buckets = (bucket for report in made for bucket in report.buckets)
+        reports = pipeline.run("forward_backward", graph, compilation)
+        buckets = (bucket for report in reports for bucket in report.buckets)
         return launches_of(graph, stage_of(graph), buckets, pipeline.planned_with(compilation))
 
     def extend(self, gm: fx.GraphModule) -> tuple[list[Any], Wrap]:
@@ -213,15 +213,15 @@ class _Compile:
 
         return [node.meta["val"] for node in inputs], wrap
 
-    def by_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
+    def by_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Any:
         """Compile by Inductor, with the passes in its config."""
         return compile_inductor(
             gm,
             inputs,
             joint=_InductorPass(self, "joint"),
             post_grad=_InductorPass(self, "forward_backward"),
-            options=given.get("options"),
-            mode=given.get("mode"),
+            options=keywords.get("options"),
+            mode=keywords.get("mode"),
             cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
             prefetch=self.backend.prefetch,
             meshes=self.meshes,
@@ -287,11 +287,11 @@ class _InductorPass(CustomGraphPass):
         """Return the report that caches store with the graph."""
         return self._made
 
-    def graph_ready(self, kept: CompileReport | None) -> None:
+    def graph_ready(self, cached: CompileReport | None) -> None:
         """Add the report of a graph that was loaded from a cache."""
-        made, self._made = self._made, None
-        if made is None and kept is not None:
-            self._work.compilation.report.add_cached(kept)
+        report, self._made = self._made, None
+        if report is None and cached is not None:
+            self._work.compilation.report.add_cached(cached)
 
     def uuid(self) -> str | None:
         work, backend = self._work, self._work.backend
@@ -311,7 +311,7 @@ class _InductorPass(CustomGraphPass):
 def _warn_of_group_names(launches: GraphLaunches) -> None:
     """Warn if a graph that is compiled for all ranks names a process group."""
     # Group names are part of the traced graph and of the settings of passes, so of cache keys.
-    named = [of.group for of in launches.groups if of.group != default_group().group_name]
+    named = [g.group for g in launches.groups if g.group != default_group().group_name]
     if named and compiles_for_all_ranks():
         log.warning(
             "the %s graph is compiled for all ranks, but names process groups that only their "
@@ -325,7 +325,7 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
 def pin_order(graph: fx.Graph) -> int:
     """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
     packs = {pack_of(node) for node in graph.nodes if is_collective(node)} - {None}
-    wanted: dict[fx.Node, list[fx.Node]] = {}
+    earlier: dict[fx.Node, list[fx.Node]] = {}
     pinned: list[fx.Node] = []
     after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
     for node in graph.nodes:
@@ -338,13 +338,13 @@ def pin_order(graph: fx.Graph) -> int:
         starts = is_collective(node) or host_stream(node) is not None
         in_order = starts or launched_by(node) is not None or is_compute(node)
         if (in_order or node in packs) and after[node] < len(pinned):
-            wanted[node] = pinned[-1:]
+            earlier[node] = pinned[-1:]
             after[node] = len(pinned)
         if in_order:
             pinned.append(node)
             after[node] = len(pinned)
-    run_after(graph, wanted)
-    return len(wanted)
+    run_after(graph, earlier)
+    return len(earlier)
 
 
 def backend(

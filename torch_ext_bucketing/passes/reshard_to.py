@@ -161,12 +161,12 @@ def reshard_to(
     reasons = _why_not(tags, smaller)
     read = Halves(graph).read_in_backward([n for s in tags for n in chains[s]])
     twice = [s for s in read_in_forward(chains) if s in read]
-    left: list[LeftAlone] = []
+    left_alone: list[LeftAlone] = []
     resharded: list[Resharded] = []
     for start, tag in tags.items():
         chain = chains[start]
         if reasons[start]:
-            left.append(LeftAlone(tag.fqns, reasons[start]))
+            left_alone.append(LeftAlone(tag.fqns, reasons[start]))
         elif start in twice and ranks_of(group_name(start)) != smaller.ranks:
             part, *chain = _gather_twice(graph, start, tag, smaller, chain)
             mark_save(part)
@@ -175,7 +175,7 @@ def reshard_to(
             mark_recompute(node)
     if resharded:
         graph.lint()
-    return ReshardReport(len(smaller.ranks), tuple(resharded), left=tuple(left))
+    return ReshardReport(len(smaller.ranks), tuple(resharded), left=tuple(left_alone))
 
 
 def what_fits(chains: Chains, smaller: SmallerGroup) -> Smaller:
