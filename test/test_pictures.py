@@ -97,8 +97,11 @@ def test_the_page_has_what_the_timelines_have(file, plans):
                 assert row["b"] == sorted(row["b"])
     tables = {t["title"]: t for t in data["plans"][0]["tables"]}
     buckets = plans[0][1].report.buckets
-    assert [r[-2] for r in tables["Buckets"]["rows"]] == [b.node for b in buckets]
-    assert [len(r[-3]) for r in tables["Buckets"]["rows"]] == [len(b.members) for b in buckets]
+    shown = [
+        dict(zip(tables["Buckets"]["head"], r, strict=True)) for r in tables["Buckets"]["rows"]
+    ]
+    assert [row["node"] for row in shown] == [b.node for b in buckets]
+    assert [len(row["payload:list"]) for row in shown] == [len(b.members) for b in buckets]
     stages = [g["stage"] for g in data["plans"][1]["versions"]["after"]["graphs"]]
     assert stages == ["forward", "forward", "backward", "backward"]
 
@@ -236,13 +239,13 @@ def test_tables_sort_by_click_and_by_key(opened):
     box = opened.get_by_role("region", name="Buckets")
     head = box.get_by_role("button", name="bytes")
     kept = opened.evaluate(
-        "data.plans[0].tables.find(t => t.title == 'Buckets').rows.map(r => r[4])"
+        "data.plans[0].tables.find(t => t.title == 'Buckets').rows.map(r => r[5])"
     )
-    shown = [["KiB" in t, t] for t in box.locator("tbody tr td:nth-child(5)").all_inner_texts()]
+    shown = [["KiB" in t, t] for t in box.locator("tbody tr td:nth-child(6)").all_inner_texts()]
     assert len(shown) == len(kept) > 1
 
     def order():
-        texts = box.locator("tbody tr td:nth-child(5)").all_inner_texts()
+        texts = box.locator("tbody tr td:nth-child(6)").all_inner_texts()
         sizes = {"B": 1, "KiB": 1024, "MiB": 2**20}
         return [float(n) * sizes[unit] for n, unit in map(str.split, texts)]
 

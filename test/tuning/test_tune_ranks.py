@@ -114,8 +114,6 @@ def test_training_goes_on_through_it_with_the_bits_of_one_plan(compiler, dim, tm
         assert c.peak_bytes > 2**20
     fastest = min(report.candidates, key=lambda c: c.relative)
     assert fastest.name == report.chosen
-    assert report.factors.keys() == {"kernel", "all_gather", "all_to_all"}
-    assert teb.Machine().corrected(report.factors).factors == report.factors
 
 
 class CompileError(Exception):

@@ -277,8 +277,8 @@ class Halves:
         inputs = [n for n in nodes if n.op == "placeholder"]
         late = dict.fromkeys(filter(is_tangent, inputs))
         if any(map(from_forward, nodes)):
-            given = dict.fromkeys(n for n in inputs if n not in late)
-            last = max(i for i, n in enumerate(nodes) if n in given or from_forward(n))
+            early_inputs = dict.fromkeys(n for n in inputs if n not in late)
+            last = max(i for i, n in enumerate(nodes) if n in early_inputs or from_forward(n))
             self.forward = {n: None for n in nodes[: last + 1] if n not in late}
         else:
             for node in nodes:

@@ -27,8 +27,8 @@ _RANK_FIELDS = ("_rank", "_coordinate_on_dim", "_dim_group_names")
 def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
     """Return the meshes among ``values`` and their tensors, and the meshes that these hold."""
     meshes: dict[int, DeviceMesh] = {}
-    given = [mesh_of(value) or value for value in values]
-    stack = [value for value in given if isinstance(value, DeviceMesh)]
+    meshes_or_values = [mesh_of(value) or value for value in values]
+    stack = [value for value in meshes_or_values if isinstance(value, DeviceMesh)]
     while stack:
         mesh = stack.pop()
         if id(mesh) not in meshes:

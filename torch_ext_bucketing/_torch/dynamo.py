@@ -335,16 +335,16 @@ def compile_variant(
 
 def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy the nodes of ``gm``, which compilers change; the modules and tensors are shared."""
-    graph, at = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(gm.graph, at))
-    for old, new in at.items():
+    graph, new_node = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(gm.graph, new_node))
+    for old, new in new_node.items():
         source = getattr(old, "_dynamo_source", None)  # of a placeholder, beside its meta
         if source is not None:
             new._dynamo_source = source  # type: ignore[attr-defined]
-    made = fx.GraphModule(gm, graph)
-    vars(made).update({name: v for name, v in vars(gm).items() if name not in vars(made)})
-    made.meta = dict(gm.meta)
-    return made
+    copied = fx.GraphModule(gm, graph)
+    vars(copied).update({name: v for name, v in vars(gm).items() if name not in vars(copied)})
+    copied.meta = dict(gm.meta)
+    return copied
 
 
 def keep_json(name: str, data: Any, is_written: bool = False) -> None:

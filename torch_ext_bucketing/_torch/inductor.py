@@ -30,10 +30,10 @@ def sort_topologically(graph: fx.Graph) -> None:
     # a graph to plan.
     placed: dict[fx.Node, None] = {}
     waiting: dict[fx.Node, list[fx.Node]] = {}
-    left = [node for node in reversed(graph.nodes) if node.op != "output"]
-    size = len(left)
-    while left:
-        node = left.pop()
+    unsorted = [node for node in reversed(graph.nodes) if node.op != "output"]
+    size = len(unsorted)
+    while unsorted:
+        node = unsorted.pop()
         if any(need not in placed for need in node.all_input_nodes):
             needs: list[fx.Node] = []
             fx.map_arg((node.args, node.kwargs), needs.append)
@@ -44,7 +44,7 @@ def sort_topologically(graph: fx.Graph) -> None:
         if before is not None and before.next is not node:
             before.append(node)
         placed[node] = None
-        left += reversed(waiting.pop(node, []))
+        unsorted += reversed(waiting.pop(node, []))
     if len(placed) != size:
         raise ValueError("the graph has a cycle")
 
@@ -135,8 +135,8 @@ def compile_inductor(
             patches[f"aten_distributed_optimizations.{entry}"] = False
     with config.patch(options):  # these may switch overlap scheduling on for this compile
         overlaps = config.aten_distributed_optimizations.enable_overlap_scheduling
-        given = config.aten_distributed_optimizations.max_compute_pre_fetch
-    if prefetch is not None and overlaps and given is None:
+        configured = config.aten_distributed_optimizations.max_compute_pre_fetch
+    if prefetch is not None and overlaps and configured is None:
         patches["aten_distributed_optimizations.max_compute_pre_fetch"] = prefetch
 
     @functools.wraps(compile_fx_inner)
@@ -170,8 +170,8 @@ def uses_cuda_graphs(options: dict[str, Any] | None = None, mode: str | None = N
     with private_torch():
         from torch._inductor import config
 
-    given = {**mode_options(mode), **(options or {})}
-    return bool(given.get("triton.cudagraphs", config.triton.cudagraphs))
+    settings = {**mode_options(mode), **(options or {})}
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
@@ -340,9 +340,9 @@ def cublas_workspace_bytes() -> int:
     """Return the bytes of one of cuBLAS's workspaces on the current device."""
     # Pairs of KiB and counts. Without them torch takes 32 MiB from compute capability 9.0 on, which
     # counts without a device, too; else 8.1 MiB (``aten/src/ATen/cuda/CublasHandlePool.cpp``).
-    given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if given:
-        return sum(int(size) * int(count) for size, count in given) * _KIB
+    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if sizes:
+        return sum(int(size) * int(count) for size, count in sizes) * _KIB
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
     return _OTHERS if old else _HOPPER
 

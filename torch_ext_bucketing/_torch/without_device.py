@@ -270,9 +270,9 @@ def reads_values(error: BaseException) -> bool:
             DynamicOutputShapeException,
         )
 
-    at: BaseException | None = error
-    while at is not None and not isinstance(
-        at, DataDependentOutputException | DynamicOutputShapeException
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(
+        cause, DataDependentOutputException | DynamicOutputShapeException
     ):
-        at = at.__cause__ or at.__context__
-    return at is not None
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None

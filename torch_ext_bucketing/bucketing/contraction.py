@@ -83,7 +83,7 @@ def merge_groups(
     that would close a cycle goes into a further bucket of its group.
     """
     contracted = Contraction(analysis)
-    buckets, splits, left = list[Bucket](), list[str](), list[LeftAlone]()
+    buckets, splits, alone = list[Bucket](), list[str](), list[LeftAlone]()
     # One contraction for all groups: several buckets may form a cycle that no single one shows.
     for unit, candidates in groups:
         first, rest = candidates[0], list(candidates)
@@ -102,9 +102,9 @@ def merge_groups(
                 buckets.append(Bucket(first.kind, unit, starts, closed_by, detail))
             else:
                 why = "nothing can be merged with it without a cycle"
-                left.append(left_alone(members[0], why))
+                alone.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: contracted.position(b.members[0]))
-    return MergePlan(tuple(buckets), ineligible=tuple(left), splits=tuple(splits))
+    return MergePlan(tuple(buckets), ineligible=tuple(alone), splits=tuple(splits))
 
 
 def _fill(
@@ -209,19 +209,19 @@ class Contraction:
                 continue
             mask = 0
             for arg in node.all_input_nodes:
-                left = uses.get(arg)
-                if left is None:
+                uses_left = uses.get(arg)
+                if uses_left is None:
                     raise ValueError(
                         f"{node.name} stands before its input {arg.name}: sort the graph "
                         "topologically before planning"
                     )
-                theirs = needs[arg]
+                argument_needs = needs[arg]
                 # Most nodes add nothing: share the set, so that memory grows with the starts.
-                if theirs is not mask and (both := mask | theirs) != mask:
-                    mask = theirs if both == theirs else both
-                if left == 1:  # its last use: memory follows the graph's width, not its length
+                if argument_needs is not mask and (both := mask | argument_needs) != mask:
+                    mask = argument_needs if both == argument_needs else both
+                if uses_left == 1:  # its last use: memory follows the graph's width, not its length
                     del needs[arg]
-                uses[arg] = left - 1
+                uses[arg] = uses_left - 1
             if node in analysis.kinds:
                 self._index[node] = len(self.starts)
                 self._up.append(mask)
@@ -289,23 +289,27 @@ class Contraction:
         return self._alone.get(index, self._open_alone)
 
     def close(self) -> None:
-        """Contract the members of the open bucket to one node."""
-        ended, self._open = self._open, _Contracted()
-        members = ended.members
-        if not members & (members - 1):
+        """Contract the open bucket's members: a start that needs one of them needs them all.
+
+        A bucket of at most one start contracts nothing.
+        """
+        closed, self._open = self._open, _Contracted()
+        if closed.members.bit_count() < 2:
             return
-        bits = _bits(members)
-        for old in dict.fromkeys(self._bucket_of[i] for i in bits if i in self._bucket_of):
-            # The old bucket is absorbed; invalidate the closures that reach it.
-            for closed in self._closed:
-                closed.settled &= ~old.members
-            self._closed.remove(old)
-        if ended.reach:  # most gathers reach no other start and need no closure
-            self._merged |= members
-        ended.reach |= members
-        ended.settled = ended.reach & self._merged
-        self._closed.append(ended)
-        self._bucket_of.update(dict.fromkeys(bits, ended))
+        starts = _bits(closed.members)
+        # A member of an earlier bucket has brought that whole bucket along: it ends here.
+        for absorbed in dict.fromkeys(self._bucket_of.get(i) for i in starts):
+            if absorbed is not None:
+                self._closed.remove(absorbed)
+                # What reached its members now reaches more, and has to be followed again.
+                for other in self._closed:
+                    other.settled &= ~absorbed.members
+        if closed.reach:  # most gathers reach no other start and need no closure
+            self._merged |= closed.members
+        closed.reach |= closed.members
+        closed.settled = closed.reach & self._merged
+        self._closed.append(closed)
+        self._bucket_of.update(dict.fromkeys(starts, closed))
 
     def _own(self, index: int) -> tuple[int, int]:
         bucket = self._bucket_of.get(index)

@@ -241,11 +241,11 @@ class Writer:
 
     def reshape(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
         """Reshape ``value``, and copy it if its strides don't allow a view."""
-        given = value.meta["val"]
-        if not self._static or given.stride() != tuple(_contiguous(given.shape)):
+        tensor = value.meta["val"]
+        if not self._static or tensor.stride() != tuple(_contiguous(tensor.shape)):
             node = self._add(_aten.view.default, [value, list(shape)])
             try:
-                if self._static and 1 in given.shape and not given.is_contiguous():
+                if self._static and 1 in tensor.shape and not tensor.is_contiguous():
                     # torch 2.15 views a fake tensor of (2, 1, 2) with strides (1, 2, 2) as (4,).
                     raise ValueError("not sure to be a view")
                 return self._run(node)
@@ -282,8 +282,8 @@ class Writer:
             ends = itertools.accumulate(_numbers(sizes), initial=whole.storage_offset())
             shapes = [(*whole.shape[:-1], size) for size in _numbers(sizes)]
             node.meta["val"] = [
-                fake_tensor(self._mode, shape, strides, dtype, device, whole, at)
-                for shape, at in zip(shapes, ends, strict=False)
+                fake_tensor(self._mode, shape, strides, dtype, device, whole, offset)
+                for shape, offset in zip(shapes, ends, strict=False)
             ]
         else:
             self._run(node)
@@ -420,8 +420,8 @@ def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey) -> 
                     text = f"payload_order failed at {member.format_node()}"
                     raise RuntimeError(text) from error
             try:
-                known = sorted(keys[m] for m in bucket.members if keys[m] is not None)
-                if not all(a < b or a == b for a, b in itertools.pairwise(known)):
+                ordered = sorted(keys[m] for m in bucket.members if keys[m] is not None)
+                if not all(a < b or a == b for a, b in itertools.pairwise(ordered)):
                     raise TypeError("keys without a total order, such as NaN")
             except Exception as error:
                 listed = ", ".join(f"{m.name}: {keys[m]!r}" for m in bucket.members)
@@ -447,8 +447,10 @@ def _apply_bucket(
             payload.sort(key=lambda m: keys[m.start])
     offsets = itertools.accumulate((m.nbytes for m in payload), initial=0)
     layout = [
-        PayloadMember(m.fqns, at, m.nbytes, m.shape, str(m.dtype).removeprefix("torch."), m.rows)
-        for m, at in zip(payload, offsets, strict=False)
+        PayloadMember(
+            m.fqns, offset, m.nbytes, m.shape, str(m.dtype).removeprefix("torch."), m.rows
+        )
+        for m, offset in zip(payload, offsets, strict=False)
     ]
     first, last = members[0], members[-1]
     before = first.start if bucket.kind == "all_gather" else last.start.next

@@ -87,7 +87,7 @@ class ByUnit:
     def plan(self, analysis: GraphAnalysis) -> MergePlan:
         """Plan a graph in topological order."""
         uncovered: dict[str, None] = {}
-        left: list[LeftAlone] = []
+        alone: list[LeftAlone] = []
         groups: dict[tuple[int, Any, bool], list[Collective]] = {}
         for c in analysis.collectives.values():
             if c.kind not in self.kinds:
@@ -95,18 +95,18 @@ class ByUnit:
             unit, unknown = self.units.unit_of(*c.fqns), self.units.unknown(c.fqns)
             uncovered.update(dict.fromkeys(unknown))
             if unit is None:
-                left.append(_without_unit(c, unknown))
+                alone.append(_without_unit(c, unknown))
                 continue
             if c.why_not:
-                left.append(left_alone(c, c.why_not))
+                alone.append(left_alone(c, c.why_not))
                 continue
             # In a trace of a whole step, backward gathers a parameter again so that its memory is
             # free in between: don't merge that gather with forward's.
             again = c.kind == "all_gather" and c.in_backward
             groups.setdefault((unit, c.key, again), []).append(c)
-        plan = merge_groups(analysis, ((unit, mine) for (unit, *_), mine in groups.items()))
-        left += plan.ineligible
-        return replace(plan, uncovered=tuple(uncovered), ineligible=tuple(left))
+        plan = merge_groups(analysis, ((unit, members) for (unit, *_), members in groups.items()))
+        alone += plan.ineligible
+        return replace(plan, uncovered=tuple(uncovered), ineligible=tuple(alone))
 
 
 def _without_unit(c: Collective, unknown: Sequence[str]) -> LeftAlone:
@@ -229,7 +229,7 @@ class CapPlanner:
             members, filled, passed, over = [first], first.wire_bytes, list[Collective](), 0
             closed_by: ClosedBy = "end"
             detail = ""
-            for at, c in enumerate(rest[1:], 1):
+            for place, c in enumerate(rest[1:], 1):
                 refused, why = self._refused_by(c, filled, cap)
                 if refused is None:
                     members.append(c)
@@ -239,7 +239,7 @@ class CapPlanner:
                     closed_by, detail = refused, why
                 over += c.wire_bytes if c.wire_bytes <= cap else 0
                 if refused != "bytes" or over > _PASSED_OVER * cap or filled >= cap:
-                    passed += rest[at:]
+                    passed += rest[place:]
                     break
                 passed.append(c)
             self._end(members, filled, cap, closed_by, detail)
@@ -302,7 +302,7 @@ def _candidates(
 ) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
     """Return the mergeable collectives, the others, and counts of eligible ones by group."""
     mergeable: list[Collective] = []
-    left: list[LeftAlone] = []
+    alone: list[LeftAlone] = []
     counts: dict[str, dict[str, int]] = {}
     is_eligible: Callable[[Collective], Any]
     cause = LeftCause.OTHER
@@ -329,12 +329,12 @@ def _candidates(
         if c.kind not in kinds:
             continue
         if c.why_not:
-            left.append(left_alone(c, c.why_not))
+            alone.append(left_alone(c, c.why_not))
         elif not wanted:
-            left.append(left_alone(c, otherwise, cause))
+            alone.append(left_alone(c, otherwise, cause))
         else:
             mergeable.append(c)
-    return mergeable, left, counts
+    return mergeable, alone, counts
 
 
 def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:

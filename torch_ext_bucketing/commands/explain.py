@@ -82,15 +82,15 @@ def text_of(rows: Sequence[Row], memory_gib: float | None) -> str:
     """Format the plans as a table, and name the best one."""
     columns: dict[str, Callable[[Row], object]] = {
         "mesh": lambda row: _sizes(row["mesh"]),
-        "step, ms": lambda row: f"{row['step_ms']:.1f}",
-        "tokens/s/GPU": lambda row: f"{row['tokens_per_s_per_gpu']:.0f}",
-        "exposed, ms": lambda row: f"{row['exposed_ms']:.1f}",
-        "peak, GiB": lambda row: f"{row['peak_bytes'] / _GIB:.2f}",
-        **{part: lambda row, part=part: f"{row['peak'][part] / _GIB:.2f}" for part in _PARTS},  # type: ignore[misc]
+        "step, ms:n": lambda row: f"{row['step_ms']:.1f}",
+        "tokens/s/GPU:n": lambda row: f"{row['tokens_per_s_per_gpu']:.0f}",
+        "exposed, ms:n": lambda row: f"{row['exposed_ms']:.1f}",
+        "peak, GiB:n": lambda row: f"{row['peak_bytes'] / _GIB:.2f}",
+        **{f"{p}:n": lambda row, p=p: f"{row['peak'][p] / _GIB:.2f}" for p in _PARTS},  # type: ignore[misc]
         "stay": lambda row: row["stay"],
         "": lambda row: "best" if row["best"] else "" if row["fits"] else "above the bound",
     }
-    lines = table(columns, [row for row in rows if not row["error"]], range(1, len(columns) - 2))
+    lines = table(columns, [row for row in rows if not row["error"]])
     failed = [f"{_sizes(row['mesh'])}: {row['error']}" for row in rows if row["error"]]
     about = "parts in GiB at the peak; stay: units gathered, groups of activations saved, parked"
     if memory_gib is not None and not any(row["fits"] for row in rows):

@@ -51,13 +51,13 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
     """
     lines = split_lines(data)
     diffs: list[FileDiff] = []
-    at = 0
+    number = 0
 
     def fail(what: str) -> HooksError:
-        return HooksError(f"{name}, line {at + 1}: {what}")
+        return HooksError(f"{name}, line {number + 1}: {what}")
 
-    while at < len(lines):
-        line = lines[at]
+    while number < len(lines):
+        line = lines[number]
         if diffs and line.startswith(b"@@ "):
             head = _HUNK.match(line)
             if head is None:
@@ -65,17 +65,17 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
             old, new = (int(count or 1) for count in head.group(2, 4))
             hunk = Hunk(head[0].decode(), int(head[1]), int(head[3]), [], [])
             diffs[-1][1].append(hunk)
-            at += 1
+            number += 1
             while old > 0 or new > 0:
                 # An empty context line may have lost its leading blank in the mail.
-                line = lines[at] if at < len(lines) else b""
+                line = lines[number] if number < len(lines) else b""
                 kind, text = (b" ", line) if line == b"\n" else (line[:1], line[1:])
                 if kind not in (b" ", b"-", b"+"):
                     raise fail("the hunk is cut short")
-                at += 1
-                if lines[at : at + 1] and lines[at].startswith(b"\\ "):
+                number += 1
+                if lines[number : number + 1] and lines[number].startswith(b"\\ "):
                     text = text.removesuffix(b"\n")
-                    at += 1
+                    number += 1
                 hunk.trailing_context = hunk.trailing_context + 1 if kind == b" " else 0
                 if kind != b"+":
                     hunk.before.append(text)
@@ -83,7 +83,7 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
                 if kind != b"-":
                     hunk.after.append(text)
                     new -= 1
-            follows = lines[at] if at < len(lines) else b"-- "
+            follows = lines[number] if number < len(lines) else b"-- "
             if old or new or not follows.startswith((b"@@ ", b"diff --git ", b"-- ")):
                 raise fail("the hunk is longer than its header")
             continue
@@ -94,7 +94,7 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
             diffs.append((match[1].decode(), []))
         elif diffs and diffs[-1][0].startswith("torch/") and _NOT_TEXT.match(line):
             raise fail(f"{line.strip().decode('utf-8', 'replace')!r} is not supported")
-        at += 1
+        number += 1
     return [diff for diff in diffs if diff[0].startswith("torch/")]
 
 

@@ -25,7 +25,7 @@ from ..fqns import format_names
 from ..fsdp.units import Units
 from ..graph.analysis import Collective
 from ..graph.nodes import Kind, is_bucket, kind_of, member_tags, replaced_kind, tag_of
-from ..reports.base import LeftAlone, LeftCause, size_text
+from ..reports.base import LeftCause, size_text
 from ..reports.compile import UNEVEN, GraphReport, PayloadMember, Unmerged
 from .base import Compilation
 

@@ -203,8 +203,8 @@ class ReshardAfterForward(GraphPass):
             machine = machine.for_backend(compilation.fuses, compilation.captured)
             tags = (tag_of(n) for n in graph.nodes)
             fqns = (f for t in tags if t is not None for f in t.fqns)
-            theirs = merging.units if isinstance(merging, BucketByUnit) else None
-            units = Units.of(self.units or theirs or Units.guessed(fqns))
+            pass_units = merging.units if isinstance(merging, BucketByUnit) else None
+            units = Units.of(self.units or pass_units or Units.guessed(fqns))
             buckets = merging and merging.planner
             buckets = buckets or ByUnit(units, tuple(merging.kinds) if merging else ())
             costs = Costs(machine, SizeHints.of(compilation.size_hints))

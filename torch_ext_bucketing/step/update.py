@@ -527,7 +527,7 @@ def group_calls(graph: fx.Graph, clipped: bool) -> None:
         members.append(node)
         open_calls[key] = members, nbytes
     for members in calls:
-        _join(graph, members)
+        _merge_calls(graph, members)
 
 
 def _reduction_of(value: fx.Node) -> fx.Node:
@@ -551,31 +551,31 @@ def _together(node: fx.Node) -> Callable[[Iterable[int]], int]:
     return max if single else sum
 
 
-def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    """Give the last call the tensors of all ``members``, and erase the others.
+def _merge_calls(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
+    """Merge calls of one operator into the last one, which gets the items of all their lists.
 
     ::
 
-        norms([a], 2)[0]  and  norms([b], 2)[0]   become   norms([a, b], 2)[0]  and  [1]
+        before    update([a]) ... update([b])        norms([a]) -> item 0 ... norms([b]) -> item 0
+        after     ... update([a, b])                 ... norms([a, b]) -> item 0, item 1
     """
-    if len(members) == 1:
+    if len(calls) == 1:
         return
-    last = members[-1]
+    last = calls[-1]
     last.args = tuple(
-        [tensor for m in members for tensor in m.args[i]] if isinstance(arg, list | tuple) else arg  # type: ignore[union-attr]
-        for i, arg in enumerate(last.args)
+        [x for call in calls for x in call.args[i]] if isinstance(a, list | tuple) else a  # type: ignore[union-attr]
+        for i, a in enumerate(last.args)
     )
     if last.target is UPDATE:
-        fqns = [fqn for m in members for fqn in updates_of(m)]
-        set_updates(last, fqns, _together(last)(map(buffer_bytes, members)))
+        fqns = [fqn for call in calls for fqn in updates_of(call)]
+        set_updates(last, fqns, _together(last)(map(buffer_bytes, calls)))
     if last.target is NORMS:  # a result for each gradient
-        last.meta["val"] = [v for m in members for v in m.meta["val"]]
-        getitems = [(i, user) for i, member in enumerate(members) for user in member.users]
-        previous = last
-        for i, getitem in getitems:
-            getitem.args = (last, i)
-            previous.append(getitem)
-            previous = getitem
-    for member in members[:-1]:
-        member.replace_all_uses_with(last)  # the flag of a loss scale
-        graph.erase_node(member)
+        last.meta["val"] = [v for call in calls for v in call.meta["val"]]
+        before = last  # items follow the merged call, in the order of the gradients
+        for i, item in [(i, user) for i, call in enumerate(calls) for user in call.users]:
+            item.args = (last, i)
+            before.append(item)
+            before = item
+    for call in calls[:-1]:
+        call.replace_all_uses_with(last)  # the flag of a loss scale
+        graph.erase_node(call)

@@ -114,9 +114,9 @@ class _Experiments:
         for on_all in _ON_ALL_RANKS:
             causes += on_all(self)
         yield from causes
-        left = self.ordered(trial.differing(self.eager, self.ours))
-        if left and len(causes) == self.mended:
-            yield _cause("unknown", left)
+        unlike_eager = self.ordered(trial.differing(self.eager, self.ours))
+        if unlike_eager and len(causes) == self.mended:
+            yield _cause("unknown", unlike_eager)
 
     def _backward_order(self) -> list[str]:
         model, order = self.trial.plain(), dict[str, None]()

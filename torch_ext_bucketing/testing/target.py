@@ -82,9 +82,9 @@ def check_options(options: Any) -> None:
 
 def options_of(args: argparse.Namespace, kind: Callable[..., T]) -> T:
     """Create the dataclass of parsed arguments; its ``ValueError`` is a usage error, status 2."""
-    given = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}  # type: ignore[arg-type]
+    values = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}  # type: ignore[arg-type]
     try:
-        return kind(**given)
+        return kind(**values)
     except ValueError as error:
         args.parser.error(str(error))
         raise
@@ -121,10 +121,10 @@ def load_target(target: str) -> Any:
     if not callable(function):
         from ..fqns import nearest_names
 
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         what = "has no" if function is None else "has no function"
         raise TargetError(
-            f"module {module_name} {what} {function_name}" + nearest_names(function_name, known)
+            f"module {module_name} {what} {function_name}" + nearest_names(function_name, functions)
         )
     return function
 
@@ -141,18 +141,22 @@ def build(make: Callable[..., Any], name: str, *given: Any, loss: bool = False) 
     import torch.nn as nn
 
     try:
-        made = make(*given)
+        result = make(*given)
     except TargetError:
         raise
     except Exception as error:
         raise TargetError(f"{name} raised {type(error).__name__}: {error}") from error
     sizes = (2, 3) if loss else (2,)
-    if not isinstance(made, tuple) or len(made) not in sizes or not isinstance(made[0], nn.Module):
+    if (
+        not isinstance(result, tuple)
+        or len(result) not in sizes
+        or not isinstance(result[0], nn.Module)
+    ):
         raise TargetError(
             f"{name} must return (model, inputs){' or (model, inputs, loss)' if loss else ''}, a "
-            f"torch.nn.Module and what it is called with; it returned {type(made).__name__}"
+            f"torch.nn.Module and what it is called with; it returned {type(result).__name__}"
         )
-    return made
+    return result
 
 
 def call(run: Callable[..., Any], inputs: Any) -> Any:

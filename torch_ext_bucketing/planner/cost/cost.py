@@ -65,9 +65,9 @@ class Costs:
         if is_collective(node):
             return self.collective(node)
         machine = self.machine
-        given = self._estimated(node, None)
-        if given is not None:
-            return given
+        estimated_ms = self._estimated(node, None)
+        if estimated_ms is not None:
+            return estimated_ms
         if host_stream(node):
             return self.host_copy(self.result_bytes(node))
         work = work_of(node)
@@ -122,20 +122,20 @@ class Costs:
             elif node in shares:
                 parts = shares[node]
             else:
-                own = self(node)
-                parts = [(own, self.launch(node) if own else 0.0)]
+                alone_ms = self(node)
+                parts = [(alone_ms, self.launch(node) if alone_ms else 0.0)]
             ms.append(math.fsum(part for part, _ in parts))
             host.append(math.fsum(part for _, part in parts))
         return ms, host
 
     def launch(self, start: fx.Node | None = None) -> float:
         """Time the host's launch of a collective with its wait, or of a kernel, in ms."""
-        given = self.machine.host_ms
+        host_ms = self.machine.host_ms
         kind = None if start is None else collective_kind(start)
         if kind is not None:
-            return given.get(kind, 0.0)
-        kernel_ms = given.get("kernel", 0.0)
-        return given.get("generated", kernel_ms) if self.machine.fuses else kernel_ms
+            return host_ms.get(kind, 0.0)
+        kernel_ms = host_ms.get("kernel", 0.0)
+        return host_ms.get("generated", kernel_ms) if self.machine.fuses else kernel_ms
 
     def kernel(self, nbytes: int) -> float:
         """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""
@@ -161,9 +161,9 @@ class Costs:
 
     def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
         """Time a collective in milliseconds; ``nbytes``: input and output, if not the node's."""
-        given = self._estimated(node, nbytes)
-        if given is not None:
-            return given
+        estimated_ms = self._estimated(node, nbytes)
+        if estimated_ms is not None:
+            return estimated_ms
         if nbytes is None:
             nbytes = self.collective_bytes(node)
         group = group_name(node)
@@ -244,7 +244,9 @@ class Costs:
                 _, nodes = self.machine.layout_of(ranks)
                 level = "inside nodes" if nodes == 1 else "between nodes"
                 by_level.setdefault(level, []).append(group)
-        return {g: level for level, mine in by_level.items() if len(mine) > 1 for g in mine}
+        return {
+            g: level for level, sharing in by_level.items() if len(sharing) > 1 for g in sharing
+        }
 
     def _estimated(self, node: fx.Node, nbytes: int | None) -> float | None:
         estimate = self.machine.estimate
@@ -276,10 +278,10 @@ class Costs:
         target: Any = node.target
         count = flop_registry.get(getattr(target, "overloadpacket", None)) or flop_registry[target]
         # torch's formulas compare sizes, so sizes that depend on data need numbers.
-        known = self.hints.concrete
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known(n.meta.get("val")))
+        concrete = self.hints.concrete
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: concrete(n.meta.get("val")))
         try:
-            return float(count(*args, **kwargs, out_val=known(node.meta.get("val"))))
+            return float(count(*args, **kwargs, out_val=concrete(node.meta.get("val"))))
         except (TypeError, AssertionError, ValueError, AttributeError):
             return 0.0  # the formula does not take this overload: its bytes count alone
 

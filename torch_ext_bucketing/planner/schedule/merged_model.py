@@ -59,11 +59,11 @@ def merged_model(
     order = _Sorted(model, merged).order()
     if order is None:
         return None
-    made, graph = _BucketEdit(model, merged, costs, place).model(order), model.graph
+    edited, graph = _BucketEdit(model, merged, costs, place).model(order), model.graph
     if graph.fused is None:
-        return made
-    known = made.dependencies, made.members, graph.liveness.of_node, graph.fused
-    return replace(made, liveness=with_packed(made.liveness, *known))
+        return edited
+    facts = edited.dependencies, edited.members, graph.liveness.of_node, graph.fused
+    return replace(edited, liveness=with_packed(edited.liveness, *facts))
 
 
 @dataclass
@@ -226,8 +226,8 @@ class _BucketEdit:
         if i in self._casts:  # packing does it
             dropped = {"ms": 0.0, "host": 0.0, "allocates": (), "touches": self._casts[i]}
             changes |= {**dropped, "compute": False, "view": True}
-        elif (now := self._now(touches)) is not touches:
-            changes["touches"] = now
+        elif (replaced := self._now(touches)) is not touches:
+            changes["touches"] = replaced
         self._edit.keep(i, **changes)
 
     def _needed_by_write(self, i: int, j: int) -> int:
@@ -284,9 +284,9 @@ class _BucketEdit:
         for i, w, piece in zip(m.starts, m.waits, layout.pieces, strict=True):
             edit.at[i], edit.at[w] = start, done
             if piece.copied:
-                own = self._old.liveness.allocates[i]
+                results = self._old.liveness.allocates[i]
                 ms = costs.copy(costs.result_bytes(piece.start))
-                copy = Row(nodes[w], [done], own, (result, *own), ms, host=costs.launch())
+                copy = Row(nodes[w], [done], results, (result, *results), ms, host=costs.launch())
                 edit.at[w] = edit.add(copy)
             if m.packs:
                 self._packs[i] = self._packs[w] = (i, needs[0])
@@ -307,5 +307,5 @@ class _BucketEdit:
         return layout.read(bytes_of), layout.packing(bytes_of, bool(self._costs.machine.fuses))
 
     def _needed_by(self, places: Iterable[int]) -> list[int]:
-        needed, at = self._old.needed_values, self._edit.at
-        return [at[j] for i in places for j in needed[i] if at[j] >= 0]
+        needed, new_place = self._old.needed_values, self._edit.at
+        return [new_place[j] for i in places for j in needed[i] if new_place[j] >= 0]

@@ -99,8 +99,8 @@ class Parts:
             for s in live.of_node[start.all_input_nodes[0]]:
                 of_storage[s] = "buckets"
         rest = "workspace" if analysis.stage == "backward" else "activations"
-        for s, found in enumerate(of_storage):
-            of_storage[s] = found or (rest if s in live.kept else "workspace")
+        for s, part_of_storage in enumerate(of_storage):
+            of_storage[s] = part_of_storage or (rest if s in live.kept else "workspace")
         beside = beside_bytes(analysis.graph)
         outside = {"parameters": analysis.external_live_bytes - beside, "workspace": beside}
         return Parts(of_storage, {n.name: p for n, p in part.items()}, outside)
@@ -110,13 +110,13 @@ class Parts:
 
         They add up to :meth:`.Storages.profile`.
         """
-        profiles, made = {}, set(itertools.chain.from_iterable(live.allocates))
+        profiles, allocated = {}, set(itertools.chain.from_iterable(live.allocates))
         for part in PARTS:
-            mine = zip(live.size, self.of_storage, strict=True)
-            size = [nbytes if of == part else 0 for nbytes, of in mine]
-            given = sum(nbytes for s, nbytes in enumerate(size) if s not in made)
-            given += self.beside.get(part, 0)
-            profiles[part] = replace(live, size=size, at_start=given).profile(order)
+            storages = zip(live.size, self.of_storage, strict=True)
+            size = [nbytes if storage_part == part else 0 for nbytes, storage_part in storages]
+            at_start = sum(nbytes for s, nbytes in enumerate(size) if s not in allocated)
+            at_start += self.beside.get(part, 0)
+            profiles[part] = replace(live, size=size, at_start=at_start).profile(order)
         return profiles
 
 
@@ -126,18 +126,18 @@ def _parts_of_nodes(
     graph, part = analysis.graph, dict[fx.Node, str]()
     parameters = set(named_inputs(graph, fqn_of).values())
     for node in analysis.nodes:
-        given = {part.get(n) for n in node.all_input_nodes if n.target not in CONSTANTS}
+        input_parts = {part.get(n) for n in node.all_input_nodes if n.target not in CONSTANTS}
         if node.op == "placeholder":
             other = saved.get(node.name, "activations")
             part[node] = "parameters" if node in parameters else other
         elif replaced_kind(node) == "all_gather":
             if tag_of(node) is not None:
                 part[node] = "gathered"
-        elif given and given <= {"parameters", "gathered"} and is_move(node):
+        elif input_parts and input_parts <= {"parameters", "gathered"} and is_move(node):
             part[node] = "gathered"
         elif analysis.stage == "backward" and from_forward(node):
             part[node] = "activations"
-    gathers = [n for n, found in part.items() if found == "gathered" and is_collective(n)]
+    gathers = [n for n, node_part in part.items() if node_part == "gathered" and is_collective(n)]
     fills = _back(
         [n for start in gathers for n in start.all_input_nodes],
         fills_buffer,
@@ -153,13 +153,13 @@ def _parts_of_nodes(
 
 def _back(nodes: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
     """Collect ``nodes`` and, from each node where ``goes_on`` is true, its inputs in turn."""
-    found, stack = dict[fx.Node, None](), list(nodes)
+    collected, stack = dict[fx.Node, None](), list(nodes)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found[node] = None
+        if node not in collected:
+            collected[node] = None
             stack += node.all_input_nodes if goes_on(node) else ()
-    return found
+    return collected
 
 
 def _keeps_gradient(node: fx.Node) -> bool:
@@ -244,8 +244,8 @@ def label(start: fx.Node, hints: SizeHints | None = None) -> str:
     size = "" if val is None else f" {hints(val.numel()) * val.dtype.itemsize / 2**20:.1f} MiB"
     names = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
     count = f" ({len(fqns)} parameters)" if len(fqns) > 1 else ""
-    known = COLLECTIVES.get(str(collective_kind(start)))
-    kind = host_stream(start) if known is None else known.short
+    collective = COLLECTIVES.get(str(collective_kind(start)))
+    kind = host_stream(start) if collective is None else collective.short
     return f"{kind} {names or start.name}{count}{size}"
 
 
@@ -258,14 +258,14 @@ def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
     versions = list(dict.fromkeys(d.version for d in drawn))
     for pid, version in enumerate(versions, 1):
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": version}}
-        mine = [d for d in drawn if d.version == version]
-        groups = dict.fromkeys(group for d in mine for group in d.groups)
+        graphs = [d for d in drawn if d.version == version]
+        groups = dict.fromkeys(group for d in graphs for group in d.groups)
         rows = {row: tid for tid, row in enumerate(["host", "compute", *groups])}
         row = {"ph": "M", "pid": pid, "name": "thread_name"}
         for name, tid in rows.items():
             yield {**row, "tid": tid, "args": {"name": f"group {name}" if tid > 1 else name}}
         offset = 0.0
-        for d in mine:
+        for d in graphs:
             yield from _events(d, pid, rows, offset)
             offset += d.timeline.step_ms
 
