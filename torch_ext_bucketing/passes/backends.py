@@ -233,7 +233,7 @@ class _Compile:
     def by_aot(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
         """Compile by AOTAutograd, and each graph by the backend's callable, if it has one."""
 
-        def each(graph: fx.GraphModule) -> Wrap:
+        def per_graph(graph: fx.GraphModule) -> Wrap:
             launches = self.after(graph.graph)
             if self.check:
                 self.check.keep(graph.graph, graph)
@@ -250,7 +250,7 @@ class _Compile:
             compiler = lambda graph, inputs: stand_in(graph.graph)  # noqa: E731
         joint = lambda gm: self.joint(gm.graph)  # noqa: E731
         return compile_aot(
-            gm, inputs, joint=joint, extend=self.extend, each=each, compiler=compiler
+            gm, inputs, joint=joint, extend=self.extend, per_graph=per_graph, compiler=compiler
         )
 
 
