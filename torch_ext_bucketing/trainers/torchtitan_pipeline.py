@@ -72,8 +72,8 @@ class BucketedStages:
             self._bucket(schedule, new)
         stages = {stage.stage_index: stage for stage in schedule._stages}
         return {
-            (f, b): _ReleasedPair(theirs, stages[f].graphs, stages[b].graphs)
-            for (f, b), theirs in overlapped.items()
+            (f, b): _ReleasedPair(pair, stages[f].graphs, stages[b].graphs)
+            for (f, b), pair in overlapped.items()
         }
 
     def _bucket(self, schedule: Any, stages: dict[int, Any]) -> None:
@@ -156,8 +156,8 @@ class _Released:
             i = by_storage.get(value.untyped_storage().data_ptr())
             if i is None:
                 return value
-            of = tensors[i]
-            offset = value.storage_offset() * value.itemsize - of.storage_offset() * of.itemsize
+            base = tensors[i]
+            offset = value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize
             return _View(i, offset, value.dtype, tuple(value.shape), value.stride())
 
         return tuple(map(place, saved))
@@ -174,8 +174,8 @@ class _Released:
         return self.theirs.full_backward(output, self.again(saved), *args, **kwargs)
 
     def backward_input(self, output: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
-        grads, more = self.theirs.backward_input(output, self.again(saved), *args, **kwargs)
-        return grads, self.let_go(more)
+        grads, released = self.theirs.backward_input(output, self.again(saved), *args, **kwargs)
+        return grads, self.let_go(released)
 
     def backward_weight(self, saved: Any) -> Any:
         return self.theirs.backward_weight(self.again(saved))
