@@ -65,14 +65,14 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
         yield
         return
 
-    def ours() -> list[Any]:
-        each = _each(config.post_grad_custom_post_pass)
-        return [p for p in each if hasattr(p, "graph_ready")]
+    def passes_with_reports() -> list[Any]:
+        passes = _flattened(config.post_grad_custom_post_pass)
+        return [p for p in passes if hasattr(p, "graph_ready")]
 
     def init_with_reports(init: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # An attribute of the graph, so that caches store and load the report with it.
-        setattr(self, _REPORTS, [p.graph_compiled() for p in ours()])
+        setattr(self, _REPORTS, [p.graph_compiled() for p in passes_with_reports()])
         if tracked.place_read:
             log.warning(
                 "No cache keeps a graph that is compiled for all ranks: %s", tracked.place_read
@@ -81,7 +81,7 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
 
     def deliver_reports(post_compile: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         post_compile(self, *args, **kwargs)
-        for p, report in zip(ours(), getattr(self, _REPORTS, ()), strict=False):
+        for p, report in zip(passes_with_reports(), getattr(self, _REPORTS, ()), strict=False):
             p.graph_ready(report)
 
     def write_naming_file(write: _Function, path_: str, *args: Any, **kwargs: Any) -> None:
@@ -195,12 +195,12 @@ class _NotPickled:
         raise pickle.PicklingError(self.why)
 
 
-def _each(passes: Any) -> Iterator[Any]:
+def _flattened(passes: Any) -> Iterator[Any]:
     """Yield the passes of a config entry: one, several, or several joined into one."""
     if isinstance(passes, (list, tuple)):
         for entry in passes:
-            yield from _each(entry)
+            yield from _flattened(entry)
     elif isinstance(getattr(passes, "passes", None), tuple):  # as compile_inductor does on 2.11
-        yield from _each(passes.passes)
+        yield from _flattened(passes.passes)
     else:
         yield passes

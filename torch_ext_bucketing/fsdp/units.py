@@ -130,15 +130,15 @@ class Units:
         return places, dict(self.aliases)
 
 
-def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Convert units, each a list of names or one name, to canonical names (errors: ``what``)."""
+def names_of_units(units: object, label: str = "units") -> tuple[tuple[str, ...], ...]:
+    """Convert units, each a list of names or one name, to canonical names (errors: ``label``)."""
     if isinstance(units, str) or not isinstance(units, Iterable):
         shown = f"the string {units!r}" if isinstance(units, str) else repr(units)
-        raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {shown}")
+        raise TypeError(f"{label} must be a list of units, each a list of FQNs, got {shown}")
     names = []
     for unit in units:
         if not isinstance(unit, Iterable):
-            raise TypeError(f"each of {what} must be an FQN or a list of FQNs, got {unit!r}")
+            raise TypeError(f"each of {label} must be an FQN or a list of FQNs, got {unit!r}")
         names.append(tuple(map(canonical_fqn, (unit,) if isinstance(unit, str) else unit)))
     return tuple(names)
 

@@ -161,14 +161,14 @@ def _add_updates(
     """
     if skip is not None and skip.item():
         return
-    mine = matrices_in(params)
+    matrices = matrices_in(params)
     whose = [k for k, p in enumerate(params) for _ in matrices_in([p])]
-    for i, part in zip(order, received.split([mine[i].numel() for i in order]), strict=True):
+    for i, part in zip(order, received.split([matrices[i].numel() for i in order]), strict=True):
         k = whose[i]
         lr, _, decay = numbers[k].tolist()
-        mine[i].mul_(1 - lr * decay)
+        matrices[i].mul_(1 - lr * decay)
         scale = adjusted_lr(lr, adjust, torch.Size(shapes[2 * k : 2 * k + 2]))
-        mine[i].add_(part.view(mine[i].shape), alpha=-scale)
+        matrices[i].add_(part.view(matrices[i].shape), alpha=-scale)
 
 
 SEND = operator(

@@ -97,10 +97,10 @@ def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list
             texts.append(f"{payload.kind} of {names}: no unit of eager FSDP2 has these members")
             continue
         pairs = zip(payload.members, eager_by_key[payload.key].members, strict=True)
-        if differs := next(((ours, eagers) for ours, eagers in pairs if ours != eagers), None):
-            ours, eagers = differs
+        if differs := next(((span, eagers) for span, eagers in pairs if span != eagers), None):
+            span, eagers = differs
             texts.append(
-                f"{payload.kind} of {names}: byte {ours.offset} is {ours.fqn} ({ours.nbytes} "
+                f"{payload.kind} of {names}: byte {span.offset} is {span.fqn} ({span.nbytes} "
                 f"bytes), eager has {eagers.fqn} at byte {eagers.offset} ({eagers.nbytes} bytes)"
             )
     missing = eager_by_key.keys() - {payload.key for payload in run}
