@@ -69,9 +69,9 @@ def names_are_relative_to(
     """
     _roots.pop(model, None)
     _roots[model] = None
-    known = frozenset(name for name, _, _ in parameters_by_name(model))
-    for each in passes:
-        _made_for[each] = (lambda: model) if keep else weakref.ref(model), known
+    fqns = frozenset(name for name, _, _ in parameters_by_name(model))
+    for p in passes:
+        _made_for[p] = (lambda: model) if keep else weakref.ref(model), fqns
 
 
 def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
@@ -82,9 +82,9 @@ def registered_model(
     parameter: Any, model: torch.nn.Module | None = None
 ) -> torch.nn.Module | None:
     """Return ``model``, or the model registered last, if it has this parameter; else None."""
-    for one in _models(model):
-        if any(p is parameter for _, p, _ in parameters_by_name(one)):
-            return one
+    for candidate in _models(model):
+        if any(p is parameter for _, p, _ in parameters_by_name(candidate)):
+            return candidate
     return None
 
 
@@ -130,7 +130,7 @@ def forget_tensors_when_compiled(gm: fx.GraphModule) -> None:
     def forget(_: Any) -> None:
         # A new list: the old one is iterated now.
         callbacks = callback_handler.end_callbacks
-        callback_handler.end_callbacks = [each for each in callbacks if each is not forget]
+        callback_handler.end_callbacks = [c for c in callbacks if c is not forget]
         context.tensor_to_context.clear()
         for mode in modes:
             describer = mode.fake_tensor_converter.meta_converter.describer
@@ -165,34 +165,34 @@ def input_fqns(
     traced. A name of the last sort that a recipe's model has not, or another input has, is a guess.
     Also returns Dynamo's expressions of sharded parameters without a name or with a guessed one.
     """
-    reference, known = next((_made_for[p] for p in passes if p in _made_for), (None, None))
+    reference, names = next((_made_for[p] for p in passes if p in _made_for), (None, None))
     first = reference() if model is None and reference is not None else None
     by_identity: dict[int, str] = {}  # only looked up: ids must not decide an order
-    for one in ([] if first is None else [first]) + _models(model):
+    for module in ([] if first is None else [first]) + _models(model):
         for registered in (False, True):  # shards, and what FSDP2 gathered around the graph
-            for name, parameter, _ in parameters_by_name(one, registered):
+            for name, parameter, _ in parameters_by_name(module, registered):
                 by_identity.setdefault(id(parameter), name)
     fqns: dict[int, str] = {}
-    others: list[tuple[int, Any, Any]] = []
+    unnamed: list[tuple[int, Any, Any]] = []
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = example_inputs[index] if index < len(example_inputs) else None
-        given = _grapharg_example(placeholder)
-        given = getattr(given, "_sums_gradients_of", given)
-        fqn = by_identity.get(id(given)) or by_identity.get(id(example))
+        traced = _grapharg_example(placeholder)
+        traced = getattr(traced, "_sums_gradients_of", traced)
+        fqn = by_identity.get(id(traced)) or by_identity.get(id(example))
         if fqn is not None:
             fqns[index] = fqn
         else:
             source = getattr(placeholder, "_dynamo_source", None)
-            others.append((index, source, example if given is None else given))
+            unnamed.append((index, source, example if traced is None else traced))
     # A source is only relative to the compiled module, so it must not take a name that is known.
     guessed = []
-    taken = set(fqns.values())
-    for index, source, tensor in others:
+    used = set(fqns.values())
+    for index, source, tensor in unnamed:
         fqn = source_fqn(source) if model is None and source is not None else None
-        is_free = fqn not in taken
+        is_free = fqn not in used
         if fqn is not None and is_free:
             fqns[index] = fqn
-        is_known = fqn is not None and is_free and (known is None or fqn in known)
+        is_known = fqn is not None and is_free and (names is None or fqn in names)
         if not is_known and isinstance(tensor, torch.nn.Parameter) and is_distributed(tensor):
             guessed.append("?" if source is None else str(source.name))
     return fqns, guessed

@@ -69,9 +69,9 @@ def blocks_of(tensor: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
     cut = {dim for _, dim in sharded_dims(tensor)}
     spans = [range(n) if d in cut else (0,) for d, n in enumerate(mesh)]
     parts = {}
-    for at in itertools.product(*spans):
-        shape, offset = part(tensor.shape, mesh, list(at), tensor.placements)
-        parts[at] = (*offset, *shape)
+    for coordinate in itertools.product(*spans):
+        shape, offset = part(tensor.shape, mesh, list(coordinate), tensor.placements)
+        parts[coordinate] = (*offset, *shape)
     return parts
 
 
@@ -258,8 +258,8 @@ def sharded_parameter(managed: FSDPParam, registered: torch.Tensor) -> torch.Ten
 def places_of(managed: FSDPParam) -> list[tuple[nn.Module, str]]:
     """List the modules that share a parameter, each with its name there."""
     info = managed._module_info
-    others = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [(info.module, info.param_name), *others]
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
 
 
 def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
@@ -403,8 +403,8 @@ def has_not_run(state: FSDPState) -> bool:
 def policy_for(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
     """Return a unit's policy for one parameter, by ``param_dtype_override_fn`` (since 2.15)."""
     resolve = getattr(policy, "_resolve_for_param", None)
-    own: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
-    return own
+    resolved: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
+    return resolved
 
 
 def sent(
@@ -563,8 +563,8 @@ def _grad_dtype(fsdp_param: Any) -> Hashable:
 def _groups_in_order(states: Sequence[FSDPState]) -> list[tuple[FSDPState, FSDPParamGroup]]:
     """Return states and their param groups in the order of the ``fully_shard`` calls."""
     # A state does not record when it was made, but the calls fill this table in their order.
-    made = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
-    return [(state, group) for state in made if state in states for group in groups_of(state)]
+    in_order = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
+    return [(state, group) for state in in_order if state in states for group in groups_of(state)]
 
 
 def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:

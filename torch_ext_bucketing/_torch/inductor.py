@@ -203,13 +203,13 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return {} if mode is None else dict(list_mode_options(mode))
 
 
-def _in_turn(given: Any, ours: CustomGraphPass) -> Any:
+def _in_turn(present: Any, added: CustomGraphPass) -> Any:
     """Return a config value that runs the passes that the user has set, then ours."""
     try:
         from torch._inductor.custom_graph_pass import get_custom_graph_passes
     except ImportError:  # torch 2.11 takes one pass
-        return ours if given is None else _InTurn(given, ours)
-    return (*get_custom_graph_passes(given), ours)
+        return added if present is None else _InTurn(present, added)
+    return (*get_custom_graph_passes(present), added)
 
 
 class _InTurn(CustomGraphPass):
@@ -219,8 +219,8 @@ class _InTurn(CustomGraphPass):
         self.passes = (first, second)
 
     def __call__(self, graph: fx.Graph) -> None:
-        for one in self.passes:
-            one(graph)
+        for p in self.passes:
+            p(graph)
 
     def uuid(self) -> Any:
         uuids = [p.uuid() if hasattr(p, "uuid") else None for p in self.passes]

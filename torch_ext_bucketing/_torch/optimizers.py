@@ -101,7 +101,7 @@ _BETWEEN_RANKS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_S
 def actions_of(schedule: Any) -> list[tuple[tuple[int, str], ...]]:
     """Return this rank's actions in a step: stage and kind, of both if two overlap."""
     return [
-        tuple((one.stage_index, one.computation_type.value) for one in a.sub_actions or (a,))
+        tuple((sub.stage_index, sub.computation_type.value) for sub in a.sub_actions or (a,))
         for a in schedule.pipeline_order_with_comms[schedule.rank]
     ]
 

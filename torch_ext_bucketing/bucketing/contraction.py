@@ -86,10 +86,10 @@ def merge_groups(
     buckets, splits, alone = list[Bucket](), list[str](), list[LeftAlone]()
     # One contraction for all groups: several buckets may form a cycle that no single one shows.
     for unit, candidates in groups:
-        first, rest = candidates[0], list(candidates)
+        first, remaining = candidates[0], list(candidates)
         # A group of one has nothing to merge, and is not reported.
-        while rest and len(candidates) > 1:
-            members, rest, detail = _fill(contracted, rest)
+        while remaining and len(candidates) > 1:
+            members, remaining, detail = _fill(contracted, remaining)
             if members[0] is not first:
                 splits += [
                     f"{c.start.name} depends on the bucket of {first.start.name} or is needed by "
@@ -97,7 +97,7 @@ def merge_groups(
                     for c in members
                 ]
             if len(members) > 1:
-                closed_by: ClosedBy = "dependency" if rest else "end"
+                closed_by: ClosedBy = "dependency" if remaining else "end"
                 starts = tuple(c.start for c in members)
                 buckets.append(Bucket(first.kind, unit, starts, closed_by, detail))
             else:
@@ -110,17 +110,17 @@ def merge_groups(
 def _fill(
     contracted: Contraction, candidates: list[Collective]
 ) -> tuple[list[Collective], list[Collective], str]:
-    """Fill the first candidate's bucket; return its members, the rest, and the first reason."""
+    """Fill the first candidate's bucket; return its members, the others, and the first reason."""
     contracted.open(candidates[0].start)
-    members, rest, detail = [candidates[0]], [], ""
+    members, refused, detail = [candidates[0]], [], ""
     for c in candidates[1:]:
         if contracted.try_add(c.start):
             members.append(c)
         else:
-            rest.append(c)
+            refused.append(c)
             detail = detail or contracted.why(c.start)
     contracted.close()
-    return members, rest, detail
+    return members, refused, detail
 
 
 def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
@@ -217,8 +217,8 @@ class Contraction:
                     )
                 argument_needs = needs[arg]
                 # Most nodes add nothing: share the set, so that memory grows with the starts.
-                if argument_needs is not mask and (both := mask | argument_needs) != mask:
-                    mask = argument_needs if both == argument_needs else both
+                if argument_needs is not mask and (joined := mask | argument_needs) != mask:
+                    mask = argument_needs if joined == argument_needs else joined
                 if uses_left == 1:  # its last use: memory follows the graph's width, not its length
                     del needs[arg]
                 uses[arg] = uses_left - 1
@@ -256,12 +256,12 @@ class Contraction:
 
     def try_add(self, start: fx.Node) -> bool:
         """Add ``start`` to the open bucket if that closes no cycle; return whether it was added."""
-        index, now = self._index[start], self._open
+        index, old = self._index[start], self._open
         if self._write_between(index) is not None:
             return False
         bits, up = self._own(index)
         # Starts that the bucket reached stay settled: only the new member's needs are followed.
-        joined = _Contracted(now.members | bits, *self._closure(now.reach | up, now.settled))
+        joined = _Contracted(old.members | bits, *self._closure(old.reach | up, old.settled))
         # A member that another one needs, directly or through buckets, would be its own input.
         if joined.reach & joined.members:
             return False
@@ -302,8 +302,8 @@ class Contraction:
             if absorbed is not None:
                 self._closed.remove(absorbed)
                 # What reached its members now reaches more, and has to be followed again.
-                for other in self._closed:
-                    other.settled &= ~absorbed.members
+                for earlier in self._closed:
+                    earlier.settled &= ~absorbed.members
         if closed.reach:  # most gathers reach no other start and need no closure
             self._merged |= closed.members
         closed.reach |= closed.members
@@ -342,17 +342,17 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_me
 
 
 class _NoCollectives(TorchDispatchMode):
-    def __init__(self, what: str) -> None:
+    def __init__(self, hooks: str) -> None:
         super().__init__()
-        self._what = what
+        self._hooks = hooks
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace in _NAMESPACES:
             raise RuntimeError(
-                f"{self._what} called the collective {func}, which waits for ranks that may not be "
-                "compiling this graph: communicate before compiling"
+                f"{self._hooks} called the collective {func}, which waits for ranks that may not "
+                "be compiling this graph: communicate before compiling"
             )
         return func(*args, **(kwargs or {}))
 
@@ -364,15 +364,15 @@ def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
     Of ``hooks``, by name, those that are not callable are ignored. A ``RuntimeError`` names a hook
     that called a collective or changed the graph, which is restored.
     """
-    what = " or ".join(name for name, hook in hooks.items() if callable(hook))
-    if not what:
+    names = " or ".join(name for name, hook in hooks.items() if callable(hook))
+    if not names:
         yield
         return
     snapshot = Snapshot(graph)
     failed: Exception | None = None
     # A hook that changes the graph and then fails is reported for the change: that is the cause.
     try:
-        with _NoCollectives(what):
+        with _NoCollectives(names):
             yield
     except Exception as error:
         failed = error
@@ -380,7 +380,7 @@ def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
     if difference:
         snapshot.restore()
         raise RuntimeError(
-            f"{what} changed the graph ({difference}); it may only read it. The graph was restored"
+            f"{names} changed the graph ({difference}); it may only read it. The graph was restored"
         ) from failed
     if failed is not None:
         raise failed

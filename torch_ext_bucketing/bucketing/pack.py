@@ -167,8 +167,8 @@ class Writer:
         # each member as a source (``from_node``) for Inductor's provenance tracking.
         actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
         first = members[0].meta
-        kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
-        self._meta = {key: first[key] for key in kept if key in first}
+        inherited = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
+        self._meta = {key: first[key] for key in inherited if key in first}
         self._meta["from_node"] = [NodeSource(m, "bucketing_pass", actions) for m in members]
         values = [m.meta["val"] for m in members] + [m.args[0].meta["val"] for m in members]  # type: ignore[union-attr]
         self._mode = fake_mode_of(values[0])
@@ -311,17 +311,17 @@ class Writer:
     def add(self, sizes: Sequence[_Size]) -> _Size:
         return functools.reduce(functools.partial(self._number, operator.add), sizes)
 
-    def times(self, one: _Size, other: _Size) -> _Size:
-        return self._number(operator.mul, one, other)
+    def times(self, a: _Size, b: _Size) -> _Size:
+        return self._number(operator.mul, a, b)
 
     def divided(self, size: _Size, ranks: int) -> _Size:
         """Divide a size that is a multiple of ``ranks``."""
         return size if ranks == 1 else self._number(operator.floordiv, size, ranks)
 
-    def _number(self, function: Any, one: _Size, other: _Size) -> _Size:
-        if isinstance(one, int) and isinstance(other, int):
-            return int(function(one, other))
-        return self._run(self._add(function, [one, other]))
+    def _number(self, function: Any, a: _Size, b: _Size) -> _Size:
+        if isinstance(a, int) and isinstance(b, int):
+            return int(function(a, b))
+        return self._run(self._add(function, [a, b]))
 
 
 def _numbers(sizes: Sequence[_Size]) -> list[int]:

@@ -49,19 +49,19 @@ def meshes_of(text: str) -> list[dict[str, int]]:
 
 
 def sweep(
-    meshes: Sequence[Mapping[str, int]], given: Mapping[str, Any], draw: bool = False
+    meshes: Sequence[Mapping[str, int]], options: Mapping[str, Any], draw: bool = False
 ) -> list[Row]:
     """Plan each mesh, in as many processes as there are CPUs, with a line of progress for each.
 
     Args:
-        given: arguments of :func:`.explain` beside ``mesh``.
+        options: arguments of :func:`.explain` beside ``mesh``.
         draw: add each plan's part of a page, ``"page"``.
     """
     rows: dict[int, Row] = {}
     spawn = multiprocessing.get_context("spawn")
     workers = min(len(meshes), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        tasks = {pool.submit(_row, dict(m), given, draw): i for i, m in enumerate(meshes)}
+        tasks = {pool.submit(_row, dict(m), options, draw): i for i, m in enumerate(meshes)}
         for done, task in enumerate(as_completed(tasks), 1):
             try:
                 row = task.result()
@@ -71,11 +71,11 @@ def sweep(
             how = row["error"] or f"{row['seconds']:.0f} s"
             name = _sizes(row["mesh"])
             print(f"[{done}/{len(meshes)}] {name}: {how}", file=sys.stderr, flush=True)
-    found = [rows[i] for i in range(len(meshes))]
-    fits = [row for row in found if row["fits"]]
-    for row in found:
+    plans = [rows[i] for i in range(len(meshes))]
+    fits = [row for row in plans if row["fits"]]
+    for row in plans:
         row["best"] = bool(fits) and row is max(fits, key=lambda r: r["tokens_per_s_per_gpu"])
-    return found
+    return plans
 
 
 def text_of(rows: Sequence[Row], memory_gib: float | None) -> str:
@@ -94,8 +94,8 @@ def text_of(rows: Sequence[Row], memory_gib: float | None) -> str:
     failed = [f"{_sizes(row['mesh'])}: {row['error']}" for row in rows if row["error"]]
     about = "parts in GiB at the peak; stay: units gathered, groups of activations saved, parked"
     if memory_gib is not None and not any(row["fits"] for row in rows):
-        made = [row["peak_bytes"] for row in rows if not row["error"]]
-        least = f"; the least peak is {min(made) / _GIB:.2f} GiB" if made else ""
+        peaks = [row["peak_bytes"] for row in rows if not row["error"]]
+        least = f"; the least peak is {min(peaks) / _GIB:.2f} GiB" if peaks else ""
         about += f"\nno mesh keeps {memory_gib:g} GiB{least}"
     return "\n".join([*lines, about, *failed, ""])
 
@@ -121,8 +121,8 @@ def figures(planned: Explanation) -> Row:
             gathered = [u.kept for u in keep.units if u.parameters and not u.part]
             saved = [u.kept for u in keep.units if not u.parameters]
             peak["host"] += keep.host_bytes
-            kept = f"{sum(gathered)} of {len(gathered)}, {sum(saved)} of {len(saved)}"
-            row["stay"] = f"{kept}, {keep.parked}"
+            stay = f"{sum(gathered)} of {len(gathered)}, {sum(saved)} of {len(saved)}"
+            row["stay"] = f"{stay}, {keep.parked}"
             row["recomputed_bytes"] += sum(block.again for block in keep.blocks)
     per_s = planned.tokens / planned.copies / step * 1e3 if step else 0.0
     return {
@@ -153,7 +153,7 @@ def _failed(mesh: Mapping[str, int], error: str) -> Row:
     return {"mesh": dict(mesh), "error": error, "fits": False}
 
 
-def _row(mesh: dict[str, int], given: Mapping[str, Any], draw: bool = False) -> Row:
+def _row(mesh: dict[str, int], options: Mapping[str, Any], draw: bool = False) -> Row:
     """Plan one mesh."""
     import torch
 
@@ -164,15 +164,15 @@ def _row(mesh: dict[str, int], given: Mapping[str, Any], draw: bool = False) -> 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the row has the figures
-            planned = explain(mesh=mesh, draw=True, curve=False, **given)
+            planned = explain(mesh=mesh, draw=True, curve=False, **options)
     except TargetError as error:
         return _failed(mesh, str(error))
     row = {"mesh": mesh, "error": "", **figures(planned)}
     if draw:
         from .page import plan_of
 
-        row["page"] = plan_of(title_of(given["target"], mesh), planned)
-    bound = given["memory_gib"]
+        row["page"] = plan_of(title_of(options["target"], mesh), planned)
+    bound = options["memory_gib"]
     row["fits"] = bound is None or row["peak_bytes"] <= bound * _GIB
     row["seconds"] = time.process_time() - clock
     return row
@@ -233,15 +233,15 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status. Bad options exit with 2."""
     for name in ("world_size", "sequence", "batch"):
-        given = getattr(args, name)
-        if given is not None and given < 1:
-            args.parser.error(f"--{name.replace('_', '-')}: must be at least 1, got {given}")
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            args.parser.error(f"--{name.replace('_', '-')}: must be at least 1, got {number}")
     ranks = math.prod((args.mesh or {}).values())
     if args.mesh and args.world_size not in (None, ranks):
         args.parser.error(f"--mesh: it has {ranks} ranks, and --world-size is {args.world_size}")
-    others = ("mesh", "world_size", "trace")
-    if args.sweep and any(getattr(args, name) is not None for name in others):
-        args.parser.error(f"--sweep goes without --{', --'.join(others).replace('_', '-')}")
+    excluded = ("mesh", "world_size", "trace")
+    if args.sweep and any(getattr(args, name) is not None for name in excluded):
+        args.parser.error(f"--sweep goes without --{', --'.join(excluded).replace('_', '-')}")
     if args.gpu and args.machine:
         args.parser.error("give --gpu or --machine, not both")
     import torch
@@ -254,12 +254,12 @@ def run(args: argparse.Namespace) -> int:
         machine = DATA_SHEETS.get(args.gpu) if args.machine is None else Machine.load(args.machine)
     except (ValueError, OSError) as error:
         raise TargetError(f"--machine: {error}") from error
-    given = {name: getattr(args, name) for name in _PASSED_ON}
-    given |= {"machine": machine, "size_hints": args.size_hint, "on_cpu": args.gpu == "cpu"}
+    options = {name: getattr(args, name) for name in _PASSED_ON}
+    options |= {"machine": machine, "size_hints": args.size_hint, "on_cpu": args.gpu == "cpu"}
     if args.sweep is not None:
-        given |= {"target": args.target, "reduce": args.reduce}
-        del given["mesh"]
-        rows = sweep(args.sweep, given, args.html is not None)
+        options |= {"target": args.target, "reduce": args.reduce}
+        del options["mesh"]
+        rows = sweep(args.sweep, options, args.html is not None)
         pages = [row.pop("page") for row in rows if not row["error"] and args.html]
         if pages:
             from .page import write_page
@@ -269,9 +269,9 @@ def run(args: argparse.Namespace) -> int:
         if args.json is not None:
             args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         return 0 if any(not row["error"] for row in rows) else 1
-    given["world_size"] = args.world_size or 8
+    options["world_size"] = args.world_size or 8
     explained = explain(
-        args.target, reduce=args.reduce, draw=bool(args.trace or args.html), **given
+        args.target, reduce=args.reduce, draw=bool(args.trace or args.html), **options
     )
     reduce = f", reduce={args.reduce!r}" if args.reduce else ""
     print(f"recipe(model, {args.goal!r}{reduce}):", *explained.passes, sep="\n  ", end="\n\n")
@@ -285,7 +285,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.reduce:
         torch._dynamo.reset()
-        rings = explain(args.target, **given)
+        rings = explain(args.target, **options)
         print(_against_rings(explained.report, rings.report, args.goal), end="")
     if args.json is not None:
         args.json.write_text(explained.report.to_json() + "\n", encoding="utf-8")
@@ -294,7 +294,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         from .page import plan_of, write_page
 
-        where = args.mesh or {"ranks": given["world_size"]}
+        where = args.mesh or {"ranks": options["world_size"]}
         write_page([plan_of(title_of(args.target, where), explained)], args.html)
     return 0
 

@@ -88,14 +88,14 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
             nbytes = size(node) if group is None else moved
             number = names.setdefault(_name(d, i), len(names))
             values = (round(begin_ms + begin, 5), round(ms, 5), _KINDS.index(kind), number, nbytes)
-            mine = rows.setdefault(row, {key: [] for key in "bdknz"})
-            for column, value in zip(mine.values(), values, strict=True):
+            bars = rows.setdefault(row, {key: [] for key in "bdknz"})
+            for column, value in zip(bars.values(), values, strict=True):
                 column.append(value)
         timeline, held = d.timeline, {**d.live, "state": [state] * len(d.timeline.order)}
-        for i, *now in zip(timeline.order, *(held[part] for part in PARTS), strict=True):
-            if groups[i] is None and (not live or now != live[-1]):
+        for i, *held_bytes in zip(timeline.order, *(held[part] for part in PARTS), strict=True):
+            if groups[i] is None and (not live or held_bytes != live[-1]):
                 times.append(round(begin_ms + timeline.begin[i], 5))
-                live.append(now)
+                live.append(held_bytes)
         starts = (n for n, g in zip(nodes, groups, strict=True) if g and g not in HOST_STREAMS)
         launches.update(str(collective_kind(start)) for start in starts)
         kernels = zip(groups, d.model.host, strict=True)

@@ -121,7 +121,7 @@ class ReduceOnce:
             raise RuntimeError("this ReduceOnce is entered already: leave it before entering again")
         if self._gather_once:
             with torch.no_grad():
-                gathered = self._gather([of[0] for of in self._of.values()], list(self._of))
+                gathered = self._gather([u[0] for u in self._of.values()], list(self._of))
             for unshards, full in zip(self._of.values(), gathered, strict=True):
                 for unshard in unshards:
                     unshard.full = full

@@ -82,7 +82,7 @@ class Extension:
             self.pre, self.post = (getattr(cls, method) for method in _METHODS)
         else:  # a user gave the methods to the tensor
             pre, post = (getattr(param, method) for method in _METHODS)
-            self.pre, self.post = (lambda _, *rest: pre(*rest)), (lambda _, *rest: post(*rest))
+            self.pre, self.post = (lambda _, *args: pre(*args)), (lambda _, *args: post(*args))
         self.ranks = mesh.size()
         self.group = mesh.get_group().group_name
         self.shape = param.shape if shape is None else shape
@@ -135,18 +135,18 @@ class Extension:
                         f"them to {rows} rows, or the parameter have a multiple of {self.ranks}"
                     )
                 outputs = tuple(self._all_gather(x) for x in inputs)
-                given = (outputs, metadata, self.dtype)
-                made, _ = self._pair(shard, _METHODS[1], given)
-                if not isinstance(made, torch.Tensor) or made.shape not in whole:
-                    was = tuple(made.shape) if isinstance(made, torch.Tensor) else made
+                arguments = (outputs, metadata, self.dtype)
+                result, _ = self._pair(shard, _METHODS[1], arguments)
+                if not isinstance(result, torch.Tensor) or result.shape not in whole:
+                    was = tuple(result.shape) if isinstance(result, torch.Tensor) else result
                     raise ValueError(
                         f"{self.what}: fsdp_post_all_gather returns {was!r} for a parameter of "
                         f"shape {tuple(self.shape)}"
                     )
 
-    def _pair(self, shard: torch.Tensor, method: str, given: tuple[Any, ...]) -> Any:
+    def _pair(self, shard: torch.Tensor, method: str, arguments: tuple[Any, ...]) -> Any:
         try:
-            result = getattr(shard, method)(*given)
+            result = getattr(shard, method)(*arguments)
         except Exception as error:
             text = f"{self.what}: {method} raised {type(error).__name__}: {error}"
             raise RuntimeError(text) from error

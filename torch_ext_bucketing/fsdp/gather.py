@@ -132,9 +132,9 @@ class Unshard:
         It has the full shape, or with ``scatters_each`` that of a padded shard.
         """
         dtype = self.how(sharded.dtype)[0] or self.param_dtype(sharded.dtype)
-        one = torch.empty((), dtype=dtype, device=sharded.device)
+        element = torch.empty((), dtype=dtype, device=sharded.device)
         shard = (self._rows(), *self.managed.sharded_size[1:])
-        return one.expand(shard if self.scatters_each else self.shape).requires_grad_()
+        return element.expand(shard if self.scatters_each else self.shape).requires_grad_()
 
     def _rows(self) -> int:
         """Return the number of rows that a rank's shard has in a collective."""

@@ -472,10 +472,10 @@ def _refuse_copy(module: Any, memo: Any) -> NoReturn:
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
     """Copy a module of a unit: it has the shards, as with eager FSDP2, and no unit."""
-    made = memo[id(module)] = module._plain_class.__new__(module._plain_class)
+    plain = memo[id(module)] = module._plain_class.__new__(module._plain_class)
     attributes = {k: v for k, v in vars(module).items() if k != "_unshards"}
-    vars(made).update(copy.deepcopy(attributes, memo))
-    return made
+    vars(plain).update(copy.deepcopy(attributes, memo))
+    return plain
 
 
 def _run_around_compiled(root: nn.Module) -> None:

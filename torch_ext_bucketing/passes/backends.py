@@ -196,8 +196,8 @@ class _Compile:
     def after(self, graph: fx.Graph) -> GraphLaunches:
         """Run the passes on a graph after the partitioner; return its launches."""
         pipeline, compilation = self.backend.pipeline, self.compilation
-        made = pipeline.run("forward_backward", graph, compilation)
-        buckets = (bucket for report in made for bucket in report.buckets)
+        reports = pipeline.run("forward_backward", graph, compilation)
+        buckets = (bucket for report in reports for bucket in report.buckets)
         return launches_of(graph, stage_of(graph), buckets, pipeline.planned_with(compilation))
 
     def extend(self, gm: fx.GraphModule) -> tuple[list[Any], Wrap]:
@@ -221,15 +221,15 @@ class _Compile:
 
         return [node.meta["val"] for node in inputs], wrap
 
-    def by_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
+    def by_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Any:
         """Compile by Inductor, with the passes in its config."""
         return compile_inductor(
             gm,
             inputs,
             joint=_InductorPass(self, "joint"),
             post_grad=_InductorPass(self, "forward_backward"),
-            options=given.get("options"),
-            mode=given.get("mode"),
+            options=keywords.get("options"),
+            mode=keywords.get("mode"),
             cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
             prefetch=self.backend.prefetch,
             holds=not self.backend.orders,
@@ -242,7 +242,7 @@ class _Compile:
     def by_aot(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
         """Compile by AOTAutograd, and each graph by the backend's callable, if it has one."""
 
-        def each(graph: fx.GraphModule) -> Wrap:
+        def per_graph(graph: fx.GraphModule) -> Wrap:
             launches = self.after(graph.graph)
             if self.check:
                 self.check.keep(graph.graph, graph)
@@ -259,7 +259,7 @@ class _Compile:
             compiler = lambda graph, inputs: stand_in(graph.graph)  # noqa: E731
         joint = lambda gm: self.joint(gm.graph)  # noqa: E731
         return compile_aot(
-            gm, inputs, joint=joint, extend=self.extend, each=each, compiler=compiler
+            gm, inputs, joint=joint, extend=self.extend, per_graph=per_graph, compiler=compiler
         )
 
 
@@ -296,11 +296,11 @@ class _InductorPass(CustomGraphPass):
         """Return the report that caches store with the graph."""
         return self._made
 
-    def graph_ready(self, kept: CompileReport | None) -> None:
+    def graph_ready(self, cached: CompileReport | None) -> None:
         """Add the report of a graph that was loaded from a cache."""
-        made, self._made = self._made, None
-        if made is None and kept is not None:
-            self._work.compilation.report.add_cached(kept)
+        report, self._made = self._made, None
+        if report is None and cached is not None:
+            self._work.compilation.report.add_cached(cached)
 
     def uuid(self) -> str | None:
         work, backend = self._work, self._work.backend
@@ -320,7 +320,7 @@ class _InductorPass(CustomGraphPass):
 def _warn_of_group_names(launches: GraphLaunches) -> None:
     """Warn if a graph that is compiled for all ranks names a process group."""
     # Group names are part of the traced graph and of the settings of passes, so of cache keys.
-    named = [of.group for of in launches.groups if of.group != default_group().group_name]
+    named = [g.group for g in launches.groups if g.group != default_group().group_name]
     if named and compiles_for_all_ranks():
         log.warning(
             "the %s graph is compiled for all ranks, but names process groups that only their "
@@ -335,7 +335,7 @@ def pin_order(graph: fx.Graph) -> int:
     """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
     packs = {p for n in graph.nodes if is_collective(n) and (p := pack_of(n)) is not None}
     keep_dense(packs)
-    wanted: dict[fx.Node, list[fx.Node]] = {}
+    earlier: dict[fx.Node, list[fx.Node]] = {}
     pinned: list[fx.Node] = []
     after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
     for node in graph.nodes:
@@ -348,17 +348,17 @@ def pin_order(graph: fx.Graph) -> int:
         starts = is_collective(node) or host_stream(node) is not None
         in_order = starts or launched_by(node) is not None or is_compute(node)
         if (in_order or node in packs) and after[node] < len(pinned):
-            wanted[node] = pinned[-1:]
+            earlier[node] = pinned[-1:]
             after[node] = len(pinned)
         if node in packs:
             late = [n for n in _sums(node) if not pinned or n > pinned[-1]]
             if late:
-                wanted[node] = [*wanted.get(node, ()), *late]
+                earlier[node] = [*earlier.get(node, ()), *late]
         if in_order:
             pinned.append(node)
             after[node] = len(pinned)
-    run_after(graph, wanted)
-    return len(wanted)
+    run_after(graph, earlier)
+    return len(earlier)
 
 
 def _sums(pack: fx.Node) -> list[fx.Node]:

@@ -99,8 +99,8 @@ def _joined(rows: list[list[str]], column: int) -> list[list[str]]:
     groups: dict[tuple[str, ...], list[tuple[int, list[str]]]] = {}
     for row in rows:
         before, number, after = re.fullmatch(r"(\D*)(\d*)(.*)", row[column]).groups()  # type: ignore[union-attr]
-        others = (*row[:column], before, after, *row[column + 1 :])
-        key = others if number else tuple(row)
+        cells = (*row[:column], before, after, *row[column + 1 :])
+        key = cells if number else tuple(row)
         groups.setdefault(key, []).append((int(number or 0), row))
     joined: dict[int, list[str]] = {}
     for members in groups.values():

@@ -156,8 +156,8 @@ class GraphReport(NotMerged, Report):
         if self.ineligible:
             yield from ("", f"not eligible: {len(self.ineligible)}")
             by_reason: dict[str, list[str]] = {}
-            for left in self.ineligible:
-                by_reason.setdefault(left.reason, []).append(left.node)
+            for collective in self.ineligible:
+                by_reason.setdefault(collective.reason, []).append(collective.node)
             yield from (f"  {reason}: {', '.join(nodes)}" for reason, nodes in by_reason.items())
         if self.uncovered:
             yield from ("", f"in no unit: {', '.join(self.uncovered)}")
@@ -281,11 +281,11 @@ class StepReport(RewriteReport):
             f"({self.eager_updates} eagerly, after all reductions)",
             f"optimizer state {state}, buffers of an update at most {buffers}",
         ]
-        for of in self.owners:
-            idle = f", {of.idle} without one" if of.idle else ""
+        for o in self.owners:
+            idle = f", {o.idle} without one" if o.idle else ""
             lines.append(
-                f"{of.matrices} matrices on {of.ranks} ranks{idle}, exchanged {of.exchanges} "
-                f"times; the busiest rank has {of.balance:.3f} of the mean work"
+                f"{o.matrices} matrices on {o.ranks} ranks{idle}, exchanged {o.exchanges} "
+                f"times; the busiest rank has {o.balance:.3f} of the mean work"
             )
         if self.norm_reductions is None:
             return [*lines, "each update follows its gradients' reduction, which frees them"]
@@ -374,16 +374,16 @@ class CompileReport(Report):
             estimates=self.estimates[estimates:],
         )
 
-    def add_cached(self, kept: CompileReport) -> None:
+    def add_cached(self, cached: CompileReport) -> None:
         """Add the report of a graph that was loaded from a cache."""
-        for graph in kept.graphs:
+        for graph in cached.graphs:
             self.graphs.append(replace(graph, from_cache=True))
             emit(self.graphs[-1])
-        self.schedules += kept.schedules
-        self.estimates += kept.estimates
+        self.schedules += cached.schedules
+        self.estimates += cached.estimates
         # If the joint graph was traced again, this compile has reported its rewrites.
-        self.rewrites = self.rewrites or list(kept.rewrites)
-        self.warnings += [text for text in kept.warnings if text not in self.warnings]
+        self.rewrites = self.rewrites or list(cached.rewrites)
+        self.warnings += [text for text in cached.warnings if text not in self.warnings]
 
     @property
     def collectives_before(self) -> dict[str, int]:

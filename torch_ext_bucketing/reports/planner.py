@@ -259,15 +259,15 @@ class KeepReport(Report):
 
     def lines(self, members: bool = True) -> Iterator[str]:
         """Yield a few lines, and a table of the units."""
-        kept = [u for u in self.units if u.kept]
+        kept_units = [u for u in self.units if u.kept]
         gathers = [u.kept for u in self.units if u.parameters and not u.part]
         saves = [u.kept for u in self.units if not u.parameters]
-        parts = sum(u.part for u in kept)
-        more = f", {parts} more in part" if parts else ""
-        more += f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
+        parts = sum(u.part for u in kept_units)
+        further = f", {parts} more in part" if parts else ""
+        further += f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
         yield (
-            f"kept from forward to backward: {sum(gathers)} of {len(gathers)} units{more}, "
-            f"{size_text(sum(u.nbytes for u in kept))}, under a bound of "
+            f"kept from forward to backward: {sum(gathers)} of {len(gathers)} units{further}, "
+            f"{size_text(sum(u.nbytes for u in kept_units))}, under a bound of "
             f"{size_text(self.bound_bytes)}"
         )
         yield (
@@ -286,9 +286,9 @@ class KeepReport(Report):
                 f"{self.measured_bytes / expected:.3f} of what was expected"
             )
         if not all(u.kept or u.part for u in self.units):
-            more = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
-            yield f"  one GiB more would save {self.next_ms:.2f} ms{more}"
-        if kept:
+            by_keeping = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
+            yield f"  one GiB more would save {self.next_ms:.2f} ms{by_keeping}"
+        if kept_units:
             less = "be too little" if self.less_ms is None else f"cost {self.less_ms:.2f} ms"
             yield f"  one GiB less would {less}"
         if self.units:

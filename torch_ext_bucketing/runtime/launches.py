@@ -137,9 +137,9 @@ def launches_of(
     )
 
 
-def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:
+def _launch_of(node: fx.Node, reports: Mapping[str, BucketReport]) -> Launch:
     op, kind = argument(node, "reduce_op"), kind_of(node)
-    report, tag = known.get(node.name), tag_of(node)
+    report, tag = reports.get(node.name), tag_of(node)
     dtype = _short(next((t.dtype for t in tensors_in(node.meta.get("val"))), ""))
     members: Iterable[Member] = ()
     if report is not None:
@@ -229,11 +229,11 @@ def mismatch_text(
     return "\n".join(lines)
 
 
-def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> list[str]:
+def _launches_text(versions: Sequence[tuple[list[int], Version]], index: int) -> list[str]:
     ranks_of: dict[Launch | None, list[int]] = {}
     for ranks, version in versions:
         launches = version.of_group.launches
-        ranks_of.setdefault(launches[at] if at < len(launches) else None, []).extend(ranks)
+        ranks_of.setdefault(launches[index] if index < len(launches) else None, []).extend(ranks)
     members = [() if launch is None else launch.members for launch in ranks_of]
     place = _first_difference(members) if all(members) else None
     lines = []

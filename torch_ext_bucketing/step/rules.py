@@ -34,10 +34,10 @@ class StackedMuon(MuonOfEach):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__([torch.empty(0, 0)], **options)  # which refuses stacks
         self.param_groups.clear()
-        parameters = list(params)
-        if not parameters:
+        groups = list(params)
+        if not groups:
             raise ValueError("give StackedMuon at least one parameter")
-        for group in parameters if isinstance(parameters[0], dict) else [{"params": parameters}]:
+        for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
             self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,8 +122,8 @@ class _Adam(Rule):
     options = ("amsgrad", "maximize", "foreach", "capturable", "fused", "decoupled_weight_decay")
 
     def state(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        more = ("max_exp_avg_sq",) if group["amsgrad"] else ()
-        return ("step", "exp_avg", "exp_avg_sq", *more)
+        amsgrad = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        return ("step", "exp_avg", "exp_avg_sq", *amsgrad)
 
     def copies(self, group: Mapping[str, Any], single: bool) -> int:
         # Denominators, and gradients that are negated or decayed.
@@ -136,9 +136,9 @@ class _Adam(Rule):
         return 3 + int(bool(group["maximize"] or decays))
 
     def run(self, options: dict[str, Any], fresh: list[bool], *lists: list[Tensor]) -> None:
-        params, grads, steps, exp_avgs, exp_avg_sqs, *rest = lists
+        params, grads, steps, exp_avgs, exp_avg_sqs, *amsgrad = lists
         has_complex = any(map(torch.is_complex, params))
-        state = (exp_avgs, exp_avg_sqs, rest[0] if rest else [], steps)
+        state = (exp_avgs, exp_avg_sqs, amsgrad[0] if amsgrad else [], steps)
         adam(params, grads, *state, has_complex=has_complex, **options)
 
 
@@ -162,13 +162,13 @@ class _SGD(Rule):
 
     def run(self, options: dict[str, Any], fresh: list[bool], *lists: list[Tensor]) -> None:
         params, grads, *state = lists
-        kept: Sequence[Tensor | None] = state[0] if state else [None] * len(params)
+        momenta: Sequence[Tensor | None] = state[0] if state else [None] * len(params)
         # The first step copies the gradient, with the sign of its zeros.
-        buffers = [None if new else b for b, new in zip(kept, fresh, strict=True)]
+        buffers = [None if new else b for b, new in zip(momenta, fresh, strict=True)]
         sgd(params, grads, buffers, **options)
-        for buffer_made, buffer, new in zip(buffers, kept, fresh, strict=True):
-            if new and buffer_made is not None and buffer is not None:
-                buffer.copy_(buffer_made)
+        for result, buffer, new in zip(buffers, momenta, fresh, strict=True):
+            if new and result is not None and buffer is not None:
+                buffer.copy_(result)
 
 
 class MatrixRule(Rule):
@@ -261,7 +261,7 @@ def _update(
     columns = [list(state[k::kinds]) for k in range(kinds)]
     new = [False] * len(params) if fresh is None else fresh[places].tolist()
     update_rule = BY_NAME[rule]
-    names = [n for each in update_rule.numbers for n in _SEVERAL.get(each, (each,))]
+    names = [n for number in update_rule.numbers for n in _SEVERAL.get(number, (number,))]
     arguments |= dict(zip(names, numbers.tolist(), strict=True))
     arguments |= {"found_inf": skip if on_device else None} | ({} if lr is None else {"lr": lr})
     update_rule.run(arguments, new, list(params), list(grads), *columns)

@@ -75,17 +75,17 @@ def configured(
         TargetError: the configuration can't be read, or its model not be made or fed; or it has
             no plan for tensor parallelism, or the mesh does not divide the heads.
     """
-    made = _llama(name, sequence or 8192) if name in LLAMA3 else _of_transformers(name)
-    model = made.model
+    built = _llama(name, sequence or 8192) if name in LLAMA3 else _of_transformers(name)
+    model = built.model
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
         size = mesh["tp"].size()
-        if undivided := next((f"{n} {part}" for part, n in made.heads.items() if n % size), None):
+        if undivided := next((f"{n} {part}" for part, n in built.heads.items() if n % size), None):
             raise TargetError(f"--mesh: tp={size} does not divide the model's {undivided}")
-        _tensor_parallel(model, mesh["tp"], made.plan)
+        _tensor_parallel(model, mesh["tp"], built.plan)
     data = mesh["replicate", "fsdp"] if "replicate" in names else mesh["fsdp"]
     _data_parallel(model, data)
-    return model, made.inputs(sequence, batch), made.loss
+    return model, built.inputs(sequence, batch), built.loss
 
 
 def _llama(name: str, sequence: int) -> _Made:
@@ -274,9 +274,9 @@ def _data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _even_dim(param: torch.Tensor, ranks: int) -> int:
     """Return 0, or the first dimension that ranks divide where they divide rows badly."""
-    rows, *others = shard_of(param).shape or (1,)
+    rows, *sizes = shard_of(param).shape or (1,)
     padded = -(-rows // ranks) * ranks
-    even = [dim for dim, size in enumerate(others, 1) if size % ranks == 0]
+    even = [dim for dim, size in enumerate(sizes, 1) if size % ranks == 0]
     return even[0] if even and padded > (1 + UNEVEN) * rows else 0
 
 

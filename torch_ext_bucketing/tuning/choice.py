@@ -200,7 +200,7 @@ class TuneReport(Report):
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TuneReport:
         """Read the result of :meth:`as_dict`."""
-        candidates = tuple(CandidateReport(**each) for each in fields["candidates"])
+        candidates = tuple(CandidateReport(**candidate) for candidate in fields["candidates"])
         return cls(**{**fields, "candidates": candidates})
 
     def lines(self, members: bool = True) -> Iterator[str]:
@@ -261,30 +261,26 @@ def combine(
     """
     steps = {
         name: [
-            Figures(*map(max, zip(*each, strict=True)))
-            for each in zip(*(rank[name] for rank in ranks), strict=True)
+            Figures(*map(max, zip(*per_rank, strict=True)))
+            for per_rank in zip(*(rank[name] for rank in ranks), strict=True)
         ]
         for name in ranks[0]
     }
     rounds = zip(*(steps[name] for name in compared or steps), strict=True)
     usual = [
-        statistics.median([s.step_ms for s in each if s.step_ms < math.inf] or [1])
-        for each in rounds
+        statistics.median([s.step_ms for s in per_candidate if s.step_ms < math.inf] or [1])
+        for per_candidate in rounds
     ]
 
-    def report(name: str, mine: Sequence[Figures]) -> CandidateReport:
-        timed = [
-            (s, usual_ms) for s, usual_ms in zip(mine, usual, strict=False) if s.step_ms < math.inf
-        ]
-        values = zip(
-            *((s.step_ms, s.graphs_ms, s.step_ms / usual_ms) for s, usual_ms in timed), strict=True
-        )
+    def report(name: str, figures: Sequence[Figures]) -> CandidateReport:
+        timed = [(s, ms) for s, ms in zip(figures, usual, strict=False) if s.step_ms < math.inf]
+        values = zip(*((s.step_ms, s.graphs_ms, s.step_ms / ms) for s, ms in timed), strict=True)
         step, graphs, relative = map(statistics.median, values) if timed else (math.inf,) * 3
-        peak = max(s.peak_bytes for s, _ in timed or [(s, 0) for s in mine])
+        peak = max(s.peak_bytes for s, _ in timed or [(s, 0) for s in figures])
         fits = bound_bytes is None or peak <= bound_bytes
         return CandidateReport(name, step, graphs, peak, fits, relative=relative)
 
-    return [report(name, mine) for name, mine in steps.items()]
+    return [report(name, figures) for name, figures in steps.items()]
 
 
 def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
@@ -321,7 +317,7 @@ def choice_key(
     """Make the record's key; "" if a candidate can't be identified, and log why."""
     shapes = [(tuple(x.shape), x.dtype) for x in inputs if isinstance(x, torch.Tensor)]
     try:
-        names = [(name, _identity(each)) for name, each in candidates.items()]
+        names = [(name, _identity(candidate)) for name, candidate in candidates.items()]
     except NoUuidError as error:
         log_no_uuid("the choice of a candidate", error)
         return ""
@@ -329,8 +325,8 @@ def choice_key(
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     # How many ranks share a node counts, too.
     node = (platform.machine(), os.cpu_count(), os.environ.get("LOCAL_WORLD_SIZE", ""))
-    known = (torch.__version__, package_digest(), device_name, node, backend, group_places())
-    return digest(gm.code, *map(repr, (shapes, names, bound_bytes, known)))
+    environment = (torch.__version__, package_digest(), device_name, node, backend, group_places())
+    return digest(gm.code, *map(repr, (shapes, names, bound_bytes, environment)))
 
 
 def load(key: str) -> TuneReport | None:

@@ -220,7 +220,7 @@ class Tuner:
 
     def _choose(self) -> None:
         """Compare figures with all ranks; choose, unless candidates need more steps."""
-        figures = {name: mine[1:] for name, mine in self._figures.items()}
+        figures = {name: timed[1:] for name, timed in self._figures.items()}
         ranks = map(json.loads, self._meeting.meet("the choice", json.dumps(figures)))
         reports = combine(list(ranks), self._bound, self._running)
         if any(c.step_ms == math.inf for c in reports):
@@ -269,11 +269,11 @@ class Tuner:
 
     def _bits_depend(self) -> bool:
         """Return whether candidates may give different bits."""
-        ours = [c for c in self.candidates.values() if isinstance(c, BucketingBackend)]
-        added = (last_of(c.pipeline.ahead, FixedOrderReduce) for c in ours)
+        backends = [c for c in self.candidates.values() if isinstance(c, BucketingBackend)]
+        added = (last_of(c.pipeline.ahead, FixedOrderReduce) for c in backends)
         sums = {None if p is None else p.accumulate for p in added}
-        alike = len(sums) == 1 and None not in sums and len({c.compiler for c in ours}) == 1
-        return len(self.candidates) > 1 and not (alike and len(ours) == len(self.candidates))
+        alike = len(sums) == 1 and None not in sums and len({c.compiler for c in backends}) == 1
+        return len(self.candidates) > 1 and not (alike and len(backends) == len(self.candidates))
 
 
 @dataclass
