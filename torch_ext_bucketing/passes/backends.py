@@ -363,14 +363,18 @@ def pin_order(graph: fx.Graph) -> int:
 
 def _sums(pack: fx.Node) -> list[fx.Node]:
     """Return the reductions that a buffer is packed from; a fused kernel packs other values."""
-    sums, stack = dict[fx.Node, None](), list(pack.all_input_nodes)
+    sums: list[fx.Node] = []
+    seen, stack = set[fx.Node](), list(pack.all_input_nodes)
     while stack:
         node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         if is_reduction(node):
-            sums[node] = None
+            sums.append(node)
         elif is_fused(node) or (is_view(node) and node.op == "call_function"):
             stack += node.all_input_nodes
-    return [*sums]
+    return sums
 
 
 def backend(
