@@ -364,12 +364,12 @@ def pin_order(graph: fx.Graph) -> int:
 def _sums(pack: fx.Node) -> list[fx.Node]:
     """Return the reductions that a buffer is packed from; a fused kernel packs other values."""
     sums: list[fx.Node] = []
-    seen, stack = set[fx.Node](), list(pack.all_input_nodes)
+    visited, stack = set[fx.Node](), list(pack.all_input_nodes)
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if is_reduction(node):
             sums.append(node)
         elif is_fused(node) or (is_view(node) and node.op == "call_function"):

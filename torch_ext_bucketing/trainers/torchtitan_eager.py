@@ -26,11 +26,11 @@ def install() -> contextlib.ExitStack:
     Raises:
         RuntimeError: it is installed already.
     """
-    found = list(_importers())
-    if not found:
+    importers = list(_importers())
+    if not importers:
         raise RuntimeError("install() was called before: first close() what it returned")
     stack = contextlib.ExitStack()
-    for module in found:
+    for module in importers:
         stack.enter_context(mock.patch.object(module, "fully_shard", fully_shard))
     return stack
 
@@ -38,6 +38,6 @@ def install() -> contextlib.ExitStack:
 def _importers() -> Iterator[object]:
     """Yield the loaded modules of torchtitan that have imported torch's ``fully_shard``."""
     for name, module in list(sys.modules.items()):
-        theirs = vars(module).get("fully_shard")
-        if name.startswith("torchtitan.") and theirs is torch.distributed.fsdp.fully_shard:
+        function = vars(module).get("fully_shard")
+        if name.startswith("torchtitan.") and function is torch.distributed.fsdp.fully_shard:
             yield module
