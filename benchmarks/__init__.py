@@ -9,5 +9,5 @@ _HERE = Path(__file__).resolve().parent
 # transformers looks for ``kernels``.
 sys.path[:] = [path for path in sys.path if path != str(_HERE)]
 
-# eager_parity, the models and ranks of parity, is among the helpers of the tests.
+# Some models and tables are among the helpers of the tests.
 sys.path.append(str(_HERE.parent / "test" / "helpers"))

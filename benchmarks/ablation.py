@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from eager_parity.devices import nodes
+from benchmarks.eager_parity.devices import nodes
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner import cap_search
 from torch_ext_bucketing.planner.cap_search import BySearch

@@ -45,8 +45,8 @@ from benchmarks.command import (
     title,
     write_json,
 )
+from benchmarks.eager_parity.devices import start, why_no_nccl
 from benchmarks.keep_ranks import profiled
-from eager_parity.devices import start, why_no_nccl
 from torch_ext_bucketing.passes.park import Park, ParkReport
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.reports.planner import KeepReport
@@ -275,5 +275,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    preload("eager_parity.ranks")
+    preload("benchmarks.eager_parity.ranks")
     sys.exit(main())

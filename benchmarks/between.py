@@ -86,7 +86,7 @@ def child(name: str, cap_mb: float, layers: int | None) -> None:
     from torch._inductor.fx_passes.memory_estimator import build_memory_profile
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    from eager_parity.devices import nodes
+    from benchmarks.eager_parity.devices import nodes
     from torch_ext_bucketing.graph.sizes import SizeHints
     from torch_ext_bucketing.planner.cost.cost import Costs
     from torch_ext_bucketing.planner.schedule.model import model_of

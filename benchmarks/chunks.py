@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 import torch.fx as fx
 
-from eager_parity.rows import Row
+from benchmarks.eager_parity.rows import Row
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
@@ -270,7 +270,7 @@ def train(rank: Rank, steps: int) -> dict[str, list[list[str]]]:
     from torchtitan.config import TrainingConfig
     from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
 
-    from eager_parity.ranks import mesh_of, row_group
+    from benchmarks.eager_parity.ranks import mesh_of, row_group
 
     from .parity_trainer import TrainerRuns
 

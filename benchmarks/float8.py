@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import torch_ext_bucketing as teb
 from benchmarks.command import add_number, document_of, parser_of, sayer, title
+from benchmarks.eager_parity.devices import nodes
+from benchmarks.eager_parity.models import MODELS, build, units_of
 from benchmarks.models import Llama, LlamaConfig
 from benchmarks.parallel import Layout, shard_llama, start_world
 from benchmarks.tracing import Say, copy_graph, trace_model
-from eager_parity.devices import nodes
-from eager_parity.models import MODELS, build, units_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import kind_of, tag_of, wire_bytes
 from torch_ext_bucketing.passes.combine_uses import CombineUses

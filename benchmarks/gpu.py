@@ -22,7 +22,7 @@ The parts are commands of their own, with a share of the time each:
 
 The most valuable part comes first. What a part leaves of its time is given to the next one.
 With fewer cards than ranks the ranks share them, each as a host of its own
-(``eager_parity.devices``); times say nothing of a real network then. Everything goes to one text
+(``.eager_parity.devices``); times say nothing of a real network then. Everything goes to one text
 file with versions, date and command, which is complete after every part.
 
 Exit status: 0 if all parts pass, 1 if one fails or runs out of time, 2 for bad options.
@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 
-from eager_parity.devices import why_no_nccl
+from benchmarks.eager_parity.devices import why_no_nccl
 
 from .command import add_names, add_number, document_of, parser_of, sayer, title
 

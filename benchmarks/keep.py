@@ -27,7 +27,7 @@ from typing import Any
 import torch.fx as fx
 
 import torch_ext_bucketing as teb
-from eager_parity.devices import nodes
+from benchmarks.eager_parity.devices import nodes
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.passes.base import Compilation
@@ -50,10 +50,12 @@ MODELS = tuple(CONFIGS)
 class Sharded:
     """A model of :data:`MODELS`: its graphs by phase, and the joint graph they were cut from."""
 
-    def __init__(self, name: str, layers: int | None) -> None:
+    def __init__(self, name: str, layers: int | None, device: str | None = None) -> None:
         phases: tuple[Phase, ...] = ("forward", "backward")
         self.graphs = {
-            (phase, again): load(f"{name}.{phase}{again * '.recompute'}", layers, quiet=True).gm
+            (phase, again): load(
+                f"{name}.{phase}{again * '.recompute'}", layers, device=device, quiet=True
+            ).gm
             for phase in phases
             for again in (False, True)
         }

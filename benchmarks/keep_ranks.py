@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 
 import torch_ext_bucketing as teb
 from benchmarks.command import add_json, add_number, parser_of, write_json
-from eager_parity.devices import start
+from benchmarks.eager_parity.devices import start
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.reports.planner import KeepReport
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks

@@ -2,7 +2,7 @@
 
     python -m benchmarks.live                         on the CPU
     python -m benchmarks.live --device cuda           on fake CUDA: a torch with CUDA, and triton
-    python -m benchmarks.live --choices --layers 4    of what stays, under two bounds
+    python -m benchmarks.live --choices --device cuda    of what stays, under two bounds
 
 Graphs are those of :mod:`.kernels`, each in its own order, merged and scheduled, and under bounds
 on memory. The planned peak is that of the report; ``unfused`` is the peak of the same order if
@@ -22,25 +22,38 @@ planned peak is not within 0.97 to 1.03 of the true one.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.fx as fx
 from generated_memory import generated_code, live_of
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch.inductor import CustomGraphPass
+from torch_ext_bucketing._torch.inductor import NO_HOLDS, CustomGraphPass
+from torch_ext_bucketing.explain import explain
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
+from torch_ext_bucketing.graph.nodes import tag_of
+from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.passes import backends
 from torch_ext_bucketing.passes.backends import pin_order
 from torch_ext_bucketing.passes.base import Compilation, GraphPass
+from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import job_machine
+from torch_ext_bucketing.planner.keep.keep import KeepPlanner
+from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.reports.planner import KeepReport
@@ -51,6 +64,8 @@ from .graphs import Graph, load
 from .keep import UNITS, Sharded
 from .kernels import CONFIGS, NAMES
 from .memory import by_hand
+from .parallel import Layout, end_world, start_world
+from .serialize import from_data, to_data
 from .tracing import copy_graph
 
 GIB = 2**30
@@ -61,7 +76,15 @@ WAYS: dict[str, Callable[[], list[GraphPass]]] = {
     "bound 1.02": lambda: [teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(ratio=1.02)])],
 }
 """Passes after the partitioner, by name."""
-LOW, HIGH = 0.97, 1.03
+LOW, HIGH = 0.97, 1.05
+
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "gpt_oss": {"num_local_experts": 32},
+    "mixtral": {},
+    "qwen3_moe": {},
+}
+"""Configurations of transformers, by ``model_type``: fields that are not the default."""
 
 
 class _Passes(CustomGraphPass):
@@ -104,7 +127,7 @@ def compiled(
     donated = donated_by_autograd(gm.graph)
     inputs = [node.meta["val"] for node in placeholders]
     kept = [not donated(node) for node in placeholders]
-    options = {"post_grad_custom_post_pass": _Passes(run), "compile_threads": 1}
+    options = {"post_grad_custom_post_pass": _Passes(run), "compile_threads": 1, **NO_HOLDS}
     with mock.patch.object(backends, "pin_order", pinned), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         code = generated_code(gm, mode, is_backward, options)
@@ -114,29 +137,84 @@ def compiled(
     return {"planned": planned, "unfused": unfused[0], "true": true, "more": more}
 
 
-def of_choices(name: str, layers: int) -> list[dict[str, Any]]:
-    """Return the rows of one model's choices."""
-    mode, rows = FakeTensorMode(shape_env=ShapeEnv()), []
+@dataclass
+class Joint:
+    """A joint graph, the number of its results that are forward's, and the units of its model."""
+
+    graph: fx.Graph
+    mode: FakeTensorMode
+    outputs: int
+    units: Units
+    hints: int | None = None
+
+    def planner(self) -> KeepPlanner:
+        """Return the planner that chooses what stays."""
+        costs = Costs(job_machine().for_backend(fuses=True), SizeHints.of(self.hints))
+        return KeepPlanner(PartitionedModel(self.graph, costs, self.units, activations=True))
+
+
+def joint_of(name: str, layers: int, device: str) -> Joint:
+    """Return a model's joint graph on ``device``."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    if name in TRANSFORMERS:
+        return _joint_of_transformers(name, layers, device, mode)
     with mock.patch.object(graphs, "FakeTensorMode", return_value=mode):  # of both halves
-        sharded = Sharded(name, layers)
-    hints, joint = sharded.size_hints, sharded.joint
-    planner = sharded.planner(job_machine().for_backend(fuses=True), activations=True)
+        sharded = Sharded(name, layers, device)
+    return Joint(sharded.joint, mode, sharded.outputs, UNITS, sharded.size_hints)
+
+
+class _Traced(BaseException):
+    """Ends a compile with data of its joint graph; not an Exception, which explain would report."""
+
+
+def _joint_of_transformers(name: str, layers: int, device: str, mode: FakeTensorMode) -> Joint:
+    def catch(self: teb.ReshardAfterForward, graph: fx.Graph, compilation: Compilation) -> None:
+        fqns = (f for n in graph.nodes if (tag := tag_of(n)) is not None for f in tag.fqns)
+        (output,) = graph.find_nodes(op="output")
+        first = sum(isinstance(d, PlainAOTOutput) for d in output.meta["desc"])
+        gm = fx.GraphModule(graph.owning_module, graph)
+        raise _Traced(to_data(gm), first, Units.guessed(fqns))
+
+    config = {"model_type": name, "num_hidden_layers": layers} | TRANSFORMERS[name]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(teb.ReshardAfterForward, "run", catch),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        (file := Path(folder, "config.json")).write_text(json.dumps(config), encoding="utf-8")
+        end_world()
+        try:
+            explain(f"hf:{file}", goal="speed", memory_gib=1000, mesh={"fsdp": 64}, sequence=4096)
+        except _Traced as traced:
+            data, outputs, units = traced.args
+    start_world(Layout(fsdp=64))
+    on = torch.device(device) if device == "cpu" else torch.device(device, 0)
+    return Joint(from_data(data, mode, on).graph, mode, outputs, units)
+
+
+def of_choices(name: str, layers: int, device: str) -> list[dict[str, Any]]:
+    """Return the rows of one model's choices."""
+    joint, rows = joint_of(name, layers, device), []
+    planner = joint.planner()
     low, high = planner.reference_bytes, by_hand(planner, planner.candidates).peak_bytes
     for part in (1, 2):
         memory = teb.PeakMemory(gib=(low + (high - low) * part / 3) / GIB)
-        passes = [teb.BucketByUnit(UNITS), teb.Schedule([teb.Overlap(), memory])]
-        reshard = teb.ReshardAfterForward("auto", activations=True, memory=memory, units=UNITS)
-        backend = backends.backend("inductor", passes, size_hints=hints)
-        compilation = backend.pipeline.compilation(size_hints=hints, fuses=True)
-        gm = fx.GraphModule({}, copy_graph(joint))
+        passes = [teb.BucketByUnit(joint.units), teb.Schedule([teb.Overlap(), memory])]
+        reshard = teb.ReshardAfterForward(
+            "auto", activations=True, memory=memory, units=joint.units
+        )
+        backend = backends.backend("inductor", passes, size_hints=joint.hints)
+        compilation = backend.pipeline.compilation(size_hints=joint.hints, fuses=True)
+        gm = fx.GraphModule({}, copy_graph(joint.graph))
         reshard.run(gm.graph, compilation)
         (report,) = (r for r in compilation.report.rewrites if isinstance(r, KeepReport))
         inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-        halves = default_partition(gm, inputs, num_fwd_outputs=sharded.outputs)
+        halves = default_partition(gm, inputs, num_fwd_outputs=joint.outputs)
         way = f"{part}/3, {len(report.kept)} of {len(report.units)} kept"
         found = []
         for phase, half in zip(("forward", "backward"), halves, strict=True):
-            row = compiled(half, mode, phase == "backward", backend, compilation)
+            row = compiled(half, joint.mode, phase == "backward", backend, compilation)
             found.append({"graph": f"{name}.{phase}", "way": way, **row})
         both = {k: max(r[k] + r["more"] for r in found) for k in ("unfused", "true")}
         choice = {"graph": name, "way": f"choice, {way}", "planned": report.peak_bytes[1], **both}
@@ -166,8 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     document = document_of("python -m benchmarks.live", argv)
     document["rows"] = rows = []
-    for name in matching(parser, CONFIGS[:3], args.only) if args.choices else ():
-        rows += of_choices(name, args.layers)
+    models = [*CONFIGS[:3], *(f"hf_{name}" for name in TRANSFORMERS)]
+    for name in matching(parser, models, args.only) if args.choices else ():
+        rows += of_choices(name.removeprefix("hf_"), args.layers, args.device)
     for name in () if args.choices else matching(parser, NAMES, args.only):
         for way, passes in WAYS.items():
             graph = load(name, args.layers, device=args.device, quiet=True)

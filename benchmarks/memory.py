@@ -40,7 +40,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
-from eager_parity.devices import nodes
+from benchmarks.eager_parity.devices import nodes
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.passes.reshard_to import Smaller, make_smaller_group, what_fits
 from torch_ext_bucketing.planner.cost.machine import Machine, job_machine

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
-from eager_parity.tensor import FeedForward
+from benchmarks.eager_parity.tensor import FeedForward
 from torch_ext_bucketing.testing.training import rotary_tables
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import parametrize
 
-from eager_parity.tensor import block_plan
+from benchmarks.eager_parity.tensor import block_plan
 from torch_ext_bucketing.fsdp.shard import data_parallel
 
 from .models import DeepSeek, Experts, Llama

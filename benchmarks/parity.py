@@ -11,9 +11,9 @@
     python benchmarks/parity.py --device cuda --topologies 1x2,2x2,4x2 --parallelism fsdp,hsdp
 
 Without ``--rows`` these are the rows of a matrix, models x topologies x backends x parallelism x
-dtypes; with it, what people train, by name (:mod:`eager_parity.rows` has both). Reductions add
+dtypes; with it, what people train, by name (:mod:`.eager_parity.rows` has both). Reductions add
 in the order of NCCL's rings over the simulated nodes, or are NCCL's own on GPUs, with wider models
-(ranks that share one: ``eager_parity.devices``). Every row runs the compiled step with
+(ranks that share one: ``.eager_parity.devices``). Every row runs the compiled step with
 buckets in FSDP2's payload order, and as a control in graph order. Rows of the Inductor backend run
 a third time with every operator on ATen's kernels: where Inductor's own kernels round differently
 from eager's, that run shows that nothing else differs. A rank that dies, or waits longer than
@@ -50,15 +50,15 @@ from benchmarks.command import (
     title,
     write_json,
 )
+from benchmarks.eager_parity.devices import why_no_nccl
+from benchmarks.eager_parity.models import MODELS
+from benchmarks.eager_parity.rows import MORE_TOPOLOGIES, PARALLELISM, ROWS, TOPOLOGIES, Row, matrix
 from benchmarks.parity_results import RowResult, combine, first_different, render, verdict
-from eager_parity.devices import why_no_nccl
-from eager_parity.models import MODELS
-from eager_parity.rows import MORE_TOPOLOGIES, PARALLELISM, ROWS, TOPOLOGIES, Row, matrix
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 if TYPE_CHECKING:
-    from eager_parity.ranks import RowReport, Runs
+    from benchmarks.eager_parity.ranks import RowReport, Runs
 
 BACKENDS = ("aot_eager", "inductor")
 DTYPES = ("bf16", "fp32")
@@ -192,7 +192,7 @@ def run_topology(
 
 def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
     """Run ``rows``, all of one topology, on this rank, and send a report of each."""
-    from eager_parity.ranks import row_group
+    from benchmarks.eager_parity.ranks import row_group
 
     with row_group(rank, rows[0]):
         for row in rows:
@@ -201,15 +201,15 @@ def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
 
 def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
     """Return the object that runs a row on this rank."""
-    from eager_parity.ranks import Runs, mesh_of
+    from benchmarks.eager_parity.ranks import Runs, mesh_of
 
     kind: type[Runs] = Runs
     if row.case:
-        from eager_parity.cases import CaseRuns as kind
+        from benchmarks.eager_parity.cases import CaseRuns as kind
     elif row.optimizer and row.client == "torchtitan's model":
         from benchmarks.parity_titan import TitanStepRuns as kind
     elif row.optimizer:
-        from eager_parity.steps import StepRuns as kind
+        from benchmarks.eager_parity.steps import StepRuns as kind
     elif row.client in ("torchtitan's model", "torchtitan's calls"):
         from benchmarks.parity_titan import TitanRuns as kind
     elif row.client == "accelerate's calls":
@@ -277,5 +277,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    preload("eager_parity.ranks")
+    preload("benchmarks.eager_parity.ranks")
     sys.exit(main())

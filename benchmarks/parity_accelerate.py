@@ -10,7 +10,7 @@ from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.device_mesh import init_device_mesh
 
-from eager_parity.ranks import Runs
+from benchmarks.eager_parity.ranks import Runs
 from torch_ext_bucketing import fsdp
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.recipes import recipe

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from eager_parity.rows import Row
+from benchmarks.eager_parity.rows import Row
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.differences import whole_digest
 
 if TYPE_CHECKING:
-    from eager_parity.ranks import RowReport, Traffic
+    from benchmarks.eager_parity.ranks import RowReport, Traffic
 
 
 KERNELS = (

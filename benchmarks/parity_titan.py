@@ -20,8 +20,8 @@ from torchtitan.experiments.graph_trainer import simple_fsdp
 from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from eager_parity.ranks import RowReport, Runs
-from eager_parity.steps import StepRuns
+from benchmarks.eager_parity.ranks import RowReport, Runs
+from benchmarks.eager_parity.steps import StepRuns
 from torch_ext_bucketing import fsdp
 from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.passes.base import GraphPass

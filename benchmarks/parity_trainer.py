@@ -27,8 +27,7 @@ from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_trace
 from torchtitan.experiments.graph_trainer.passes import apply_graph_passes, compile_time_passes
 from torchtitan.experiments.graph_trainer.trainer import make_fwd_bwd_step
 
-from benchmarks.parity_titan import TitanRuns, spmd_collectives
-from eager_parity.ranks import (
+from benchmarks.eager_parity.ranks import (
     RowReport,
     Sent,
     Step,
@@ -36,6 +35,7 @@ from eager_parity.ranks import (
     collectives_of,
     in_graph_order,
 )
+from benchmarks.parity_titan import TitanRuns, spmd_collectives
 from torch_ext_bucketing._torch.aot import in_backward
 from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByUnit

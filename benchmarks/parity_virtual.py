@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
-from eager_parity.models import batch_of, build, units_of
-from eager_parity.ranks import in_graph_order, wrap_units
+from benchmarks.eager_parity.models import batch_of, build, units_of
+from benchmarks.eager_parity.ranks import in_graph_order, wrap_units
 from torch_ext_bucketing.reports.compile import BucketReport
 from torch_ext_bucketing.testing.differences import (
     Payload,

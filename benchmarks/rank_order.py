@@ -38,11 +38,11 @@ from benchmarks.command import (
     title,
     write_json,
 )
-from eager_parity.base import Unit
-from eager_parity.devices import why_no_nccl
-from eager_parity.models import MODELS, build
-from eager_parity.ranks import Runs, mesh_of, row_group
-from eager_parity.rows import Row
+from benchmarks.eager_parity.base import Unit
+from benchmarks.eager_parity.devices import why_no_nccl
+from benchmarks.eager_parity.models import MODELS, build
+from benchmarks.eager_parity.ranks import Runs, mesh_of, row_group
+from benchmarks.eager_parity.rows import Row
 from torch_ext_bucketing.graph.nodes import KINDS
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
@@ -201,5 +201,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    preload("eager_parity.ranks")
+    preload("benchmarks.eager_parity.ranks")
     sys.exit(main())

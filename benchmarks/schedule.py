@@ -60,7 +60,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
     """Run torch's own bucketing and overlap with our costs."""
     from torch._inductor.fx_passes import overlap_scheduling
 
-    from eager_parity.devices import nodes
+    from benchmarks.eager_parity.devices import nodes
     from torch_ext_bucketing.graph.sizes import SizeHints
     from torch_ext_bucketing.planner.cost.cost import Costs
 
@@ -101,7 +101,7 @@ def run_ours(
     between: float | None = None,
 ) -> dict[str, Any]:
     """Run our bucketing, then our schedule."""
-    from eager_parity.devices import nodes
+    from benchmarks.eager_parity.devices import nodes
     from torch_ext_bucketing.bucketing.pack import apply_plan
     from torch_ext_bucketing.bucketing.plan import ByCap
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
@@ -155,7 +155,7 @@ def child(
     by_tables: bool,
 ) -> None:
     """Measure one way on one graph and print the result as JSON."""
-    from eager_parity.devices import nodes
+    from benchmarks.eager_parity.devices import nodes
     from torch_ext_bucketing.graph.sizes import SizeHints
     from torch_ext_bucketing.planner.cost.cost import Costs
     from torch_ext_bucketing.planner.schedule.model import model_of

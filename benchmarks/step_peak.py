@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torch_ext_bucketing as teb
-from eager_parity.devices import start as start_group
+from benchmarks.eager_parity.devices import start as start_group
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import is_wait, kind_of, updates_of

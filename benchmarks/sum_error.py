@@ -1,7 +1,7 @@
 """Simulate the error of bfloat16 gradients against float64, by the way they are summed.
 
     python benchmarks/sum_error.py
-    python benchmarks/sum_error.py --ranks 8,64,512 --plot error.png
+    python benchmarks/sum_error.py --ranks 8,64,512
 
 Rings add in NCCL's order over nodes of eight ranks and round every partial sum, simulated
 (:mod:`torch_ext_bucketing.testing.differences`); an all-to-all adds in float32, in order of the
@@ -60,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="LIST",
         help=f"multiples of 8 (default: {','.join(map(str, RANKS))})",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
     args = parser.parse_args(argv)
     if any(n < 8 or n % 8 for n in args.ranks):
         parser.error("--ranks: nodes have eight ranks")
@@ -71,26 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ratio = of[WAYS[0]] / of[WAYS[1]]
             rows.append([f"{mean:g}", str(n), *(f"{of[w]:.2e}" for w in WAYS), f"{ratio:.1f}"])
     print(f"{title(document_of('benchmarks/sum_error.py', argv))}\n\n{columns(rows)}")
-    if args.plot is not None:
-        plot(found, args.plot)
     return 0
-
-
-def plot(found: dict[float, dict[int, dict[str, float]]], path: Path) -> None:
-    """Plot errors over ranks, a figure for each mean."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(found), figsize=(9, 3.6), sharey=True)
-    for ax, (mean, by_ranks) in zip(axes, found.items(), strict=True):
-        for way, style in zip(WAYS, ("o-", "s-", "k:"), strict=True):
-            ax.loglog(list(by_ranks), [of[way] for of in by_ranks.values()], style, label=way)
-        ax.set_xscale("log", base=2)
-        ax.set_title(f"values: normal around {mean:g}")
-        ax.set_xlabel("ranks")
-    axes[0].set_ylabel("relative error")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

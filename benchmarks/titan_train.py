@@ -3,11 +3,13 @@
     python -m benchmarks.titan_train                    # torch 2.15, torchtitan 0.3.0
     python -m benchmarks.titan_train --ways ours killed --gather bfloat16 --json out.json
     python -m benchmarks.titan_train --ways eager ours --gather float32 --pipeline ZBVZeroBubble:4
+    python -m benchmarks.titan_train --ways eager sharded --model qwen3 --chunks 4 --replicas 2
 
 Two layers of its LLaMA-3 debug model, gathered in fp32 and in bf16 and reduced in fp32, are trained
 for 10 steps by
 
 - ``eager``: its trainer, FSDP2, on its default backend;
+- ``sharded``: its trainer with our ``fully_shard``;
 - ``theirs``: its graph trainer with its own pass pipeline;
 - ``ours``: the same with ours;
 - ``step``: the same, which clips and updates in the graph;
@@ -22,6 +24,10 @@ which eager FSDP2 of torch 2.15 reduces as it is, and torchtitan's SimpleFSDP ro
 experts, of torchtitan's debug model of DeepSeek-V3 then, its first two layers. Experts multiply in
 bf16, so it needs ``--gather bfloat16``.
 
+In the ways without graph trainer, ``--compile`` compiles each block alone, with ``fullgraph=True``
+(torchtitan's ``compile.enable``), and ``--chunks`` is the number of chunks of the loss: the head is
+gathered and reduced once for all, by settings that torchtitan changes in every step.
+
 ``--pipeline`` names a schedule and its number of microbatches: two ranks of two stages each,
 sharded over two. torchtitan's stages of graphs (0.3.0) keep what a forward returned where torch
 2.15 has no place for it any more; here they get one.
@@ -32,6 +38,7 @@ is one.
 Exit status: 0, or 1 if anything was otherwise.
 """
 
+import argparse
 import gc
 import hashlib
 import importlib
@@ -55,11 +62,18 @@ from torch_ext_bucketing.reports.base import columns
 
 from .command import add_json, document_of, parser_of, write_results
 
-WAYS = ("eager", "theirs", "ours", "step", "killed")
+EAGER_WAYS = ("eager", "sharded")
+WAYS = (*EAGER_WAYS, "theirs", "ours", "step", "killed")
+MODELS = {
+    "llama3": "llama3_debugmodel",
+    "qwen3": "qwen3_debugmodel",
+    "qwen3_moe": "qwen3_moe_debug",
+    "deepseek_v3": "deepseek_v3_debugmodel",
+}
 GATHERED = ("float32", "bfloat16")
 RANKS, STEPS, KILLED = 4, 10, 5
 LIMIT_S = 600
-MIB, MODEL = "TITAN_TRAIN_MIB", "TITAN_TRAIN_MODEL"
+MIB, MODEL, CHUNKS = "TITAN_TRAIN_MIB", "TITAN_TRAIN_MODEL", "TITAN_TRAIN_CHUNKS"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,13 +83,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gather", nargs="+", choices=GATHERED, default=GATHERED)
     parser.add_argument("--pipeline", metavar="SCHEDULE:MICROBATCHES", default="")
     parser.add_argument("--microbatches", type=int, default=1, help="of two samples")
+    parser.add_argument("--model", choices=MODELS, help="llama3, or deepseek_v3 with --expert")
+    parser.add_argument("--replicas", type=int, default=1, help="of the shards")
     parser.add_argument("--tensor", type=int, default=1, help="ranks of tensor parallelism")
     parser.add_argument("--expert", type=int, default=1, help="ranks of experts, of DeepSeek-V3")
+    parser.add_argument("--chunks", type=int, default=1, help="of the loss")
+    parser.add_argument("--compile", metavar="BACKEND", help="of each block, in eager ways")
     parser.add_argument("--mib", type=float, help="bounds what a rank of ours holds")
     add_json(parser)
     args = parser.parse_args(argv)
     environment = {} if args.mib is None else {MIB: str(args.mib)}
-    environment[MODEL] = "llama3" if args.expert == 1 else "deepseek_v3"
+    environment[MODEL] = args.model or ("llama3" if args.expert == 1 else "deepseek_v3")
+    environment[CHUNKS] = str(args.chunks)
+    if args.chunks > 1 and not set(args.ways) <= set(EAGER_WAYS):
+        parser.error("--chunks is for the ways eager and sharded: graph trainers round otherwise")
     rows: list[dict[str, Any]] = []
     for gathered in args.gather:
         ways: list[str] = []
@@ -83,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _assets(Path(name))
             for way in args.ways:
                 began = time.monotonic()
-                given = _given(gathered, args.pipeline, args.microbatches, args.tensor, args.expert)
+                given = _given(gathered, args)
+                if way in EAGER_WAYS and args.compile:
+                    given += ["--compile.enable", "--compile.backend", args.compile]
                 losses, stages = _run(Path(name), way, given, environment)
                 row = {"way": way, "gathered": gathered, "losses": losses, "stages": stages}
                 row["seconds"] = round(time.monotonic() - began)
@@ -103,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _as_it_must_be(row: dict[str, Any]) -> bool:
-    must = [n for w, n in row["equal"].items() if w != "eager" or row["gathered"] == "float32"]
+    is_eager, in_fp32 = row["way"] in EAGER_WAYS, row["gathered"] == "float32"
+    must = [n for w, n in row["equal"].items() if in_fp32 or (w in EAGER_WAYS) == is_eager]
     return len(row["losses"]) == STEPS and all(n == STEPS for n in must)
 
 
@@ -126,17 +150,22 @@ def _assets(folder: Path) -> None:
     (folder / "text" / "text.json").write_text("\n".join(lines))
 
 
-def _given(gathered: str, pipeline: str, microbatches: int, tensor: int, expert: int) -> list[str]:
+def _given(gathered: str, args: argparse.Namespace) -> list[str]:
     """Return the options of ``train.py``."""
     given = ["--training.mixed_precision_param", gathered]
-    if microbatches > 1:
-        given += ["--training.global_batch_size", str(2 * RANKS // tensor * microbatches)]
-    if tensor > 1:
-        given += ["--parallelism.tensor_parallel_degree", str(tensor)]
-    if expert > 1:
-        given += ["--parallelism.expert_parallel_degree", str(expert)]
-    if pipeline:
-        schedule, of_stages = pipeline.split(":")
+    if args.microbatches > 1:
+        batch = 2 * RANKS // args.tensor * args.microbatches
+        given += ["--training.global_batch_size", str(batch)]
+    degrees = {
+        "data_parallel_replicate": args.replicas,
+        "tensor_parallel": args.tensor,
+        "expert_parallel": args.expert,
+    }
+    for name, degree in degrees.items():
+        if degree > 1:
+            given += [f"--parallelism.{name}_degree", str(degree)]
+    if args.pipeline:
+        schedule, of_stages = args.pipeline.split(":")
         given += ["--parallelism.pipeline_parallel_degree", "2"]
         given += ["--parallelism.pipeline_parallel_schedule", schedule]
         given += ["--training.local_batch_size", of_stages]
@@ -229,8 +258,16 @@ def _weights(out: Path, step: int) -> dict[str, bytes]:
 def eager() -> Any:
     """Return the config of the debug model under torchtitan's trainer: eager FSDP2."""
     name = os.environ.get(MODEL, "llama3")
-    registry = importlib.import_module(f"torchtitan.models.{name}.config_registry")
-    return _small(getattr(registry, f"{name}_debugmodel")())
+    folder = name.removesuffix("_moe")
+    registry = importlib.import_module(f"torchtitan.models.{folder}.config_registry")
+    return _small(getattr(registry, MODELS[name])())
+
+
+def sharded() -> Any:
+    """Return the config of the same with our ``fully_shard``."""
+    config = eager()
+    importlib.import_module("torch_ext_bucketing.trainers.torchtitan_eager").install()
+    return config
 
 
 def theirs() -> Any:
@@ -272,7 +309,10 @@ def _small(config: Any) -> Any:
     config.checkpoint.last_save_model_only = True
     config.activation_checkpoint = None
     config.debug.seed = 1
-    # Not in chunks: eager FSDP2 adds the head's gradients over chunks in fp32, ours in bf16.
+    if (chunks := int(os.environ[CHUNKS])) > 1:
+        config.loss.num_chunks = chunks
+        return config
+    # Eager FSDP2 adds the head's gradients over chunks in fp32, graphs in bf16.
     config.loss = CrossEntropyLoss.Config(global_vocab_size=model.vocab_size)
     return config
 
@@ -327,6 +367,24 @@ def _expect_release(runtime: Any) -> None:
     runtime._handle_reshard = and_look
 
 
+def _expect_ours(trainer: Any) -> None:
+    """Check that our ``fully_shard`` has sharded every module, before the first step."""
+    train = trainer.train
+
+    def and_look(self: Any) -> None:
+        import torch.distributed.fsdp
+
+        from torch_ext_bucketing.fsdp import FSDPModule
+
+        modules = [m for part in self.model_parts for m in part.modules()]
+        found = [m for m in modules if isinstance(m, torch.distributed.fsdp.FSDPModule)]
+        if not found or not all(isinstance(m, FSDPModule) for m in found):
+            raise AssertionError(f"torch's fully_shard has sharded modules of {len(found)}")
+        train(self)
+
+    trainer.train = and_look
+
+
 def _expect_updated(container: Any) -> None:
     """Check that the graph has updated: torchtitan's optimizers find no gradients."""
     step = container.step
@@ -368,6 +426,8 @@ def _train() -> None:
     fsdp.set_gradient_divide_factor = sum_alone
     graph_stage = "torchtitan.experiments.graph_trainer.graph_pp.stage"
     importlib.import_module(graph_stage).GraphPipelineStage.fwd_cache = property(_results)
+    if "sharded" in sys.argv:
+        _expect_ours(importlib.import_module("torchtitan.trainer").Trainer)
     if "ours" in sys.argv:
         runner = "torchtitan.experiments.graph_trainer.graph_pp.runner"
         _expect_release(importlib.import_module(runner).GraphPipelineRuntime)

@@ -25,7 +25,7 @@ the ratios of every run. Memory is what a rank's resident memory grows by at mos
 a GPU what CUDA's allocator has given out; parameters and optimizer state, alike in all ways, are
 not in it. Equal means equal bits on every rank; the gap is the largest difference of a loss from
 eager's in the first 20 steps. With fewer GPUs than ranks the ranks share them; see
-``eager_parity.devices``.
+``.eager_parity.devices``.
 
 ``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
 Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from eager_parity.devices import why_no_nccl
+from benchmarks.eager_parity.devices import why_no_nccl
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 

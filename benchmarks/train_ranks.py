@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
-from eager_parity.devices import start, synchronize
+from benchmarks.eager_parity.devices import start, synchronize
 from torch_ext_bucketing.commands.demo_results import Settings
 from torch_ext_bucketing.commands.demo_train import PARAM_DTYPE, REDUCE_DTYPES, make_model
 from torch_ext_bucketing.graph.nodes import GraphLike, Kind, graph_of

@@ -29,10 +29,12 @@ from torch_ext_bucketing import hooks
 from torch_ext_bucketing.testing import ranks
 
 # An example's time depends on the machine's load. All examples of a test may share its fixtures.
-hypothesis.settings.register_profile(
-    "here", deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
-)
-hypothesis.settings.load_profile("here")
+# Numbers of examples: see helpers/examples.py.
+for profile in ("day", "night"):
+    hypothesis.settings.register_profile(
+        profile, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+hypothesis.settings.load_profile("day")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torch_ext_bucketing as teb
-from eager_parity.ranks import aten_kernels
+from benchmarks.eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 from torch_ext_bucketing.tuning.candidates import candidates
 

@@ -8,7 +8,7 @@ does. This module exports what most programs need. The rest is imported from its
   of your own;
 - ``passes.park.Park``: activations in host memory, by module;
 - ``passes.pipeline.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
-- ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
+- ``trainers.torchtitan``, ``trainers.torchtitan_eager``: torchtitan's two trainers;
 - ``passes.combine_uses``, ``passes.add_by_unit``, ``passes.reduce_scatter_first``,
   ``passes.merge_amax``: the passes that ``MatchFSDP2`` stands for;
 - ``passes.pipeline.in_order``: lists the passes that run for a recipe's list;

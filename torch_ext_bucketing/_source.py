@@ -61,8 +61,8 @@ def note_sources(cls: type) -> dict[str, str]:
     """
     # A digest is taken once, when a class is made: later the file may not be what runs.
     modules = dict.fromkeys(c.__module__ for c in cls.__mro__)
-    known = ("builtins", "abc", "typing", "collections", "torch", __package__)
-    names = [name for name in modules if name.partition(".")[0] not in known]
+    excluded = ("builtins", "abc", "typing", "collections", "torch", __package__)
+    names = [name for name in modules if name.partition(".")[0] not in excluded]
     for name in names:
         if name not in _noted:
             try:

@@ -29,7 +29,7 @@ from .passes.backends import BucketingBackend
 from .passes.base import Compilation, GraphPass
 from .planner.cost.machine import Machine, job_machine
 from .planner.resharding import ReshardAfterForward
-from .planner.schedule.plot import Drawn
+from .planner.schedule.picture import Drawn
 from .planner.schedule.policy import PeakMemory
 from .planner.step_memory import state_bytes
 from .recipes import Goal, recipe
@@ -125,15 +125,15 @@ def explain(
     try:
         _hint_at_weights(str(target))
         with fake_tensors(None if on_cpu else machine.name):
-            given: tuple[Any, ...] = ()
+            arguments: tuple[Any, ...] = ()
             if _takes_mesh(make):
                 over = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
-                given = (target, over, sequence, batch) if make is configured else (over,)
+                arguments = (target, over, sequence, batch) if make is configured else (over,)
             with OnCpu():
-                model, inputs, loss = (*_build(make, str(target), given), None)[:3]
+                model, inputs, loss = (*_build(make, str(target), arguments), None)[:3]
             drawn: list[Drawn] = []
-            seen = machine.for_backend(fuses=backend == "inductor")
-            before, after = ([_Draw(drawn, v, seen)] * draw for v in ("before", "after"))
+            backend_machine = machine.for_backend(fuses=backend == "inductor")
+            before, after = ([_Draw(drawn, v, backend_machine)] * draw for v in ("before", "after"))
             try:
                 bound: dict[str, Any] = {}
                 per = state_of(model, optimizer)
@@ -169,8 +169,8 @@ _MOST_GIB = 1
 
 def _hint_at_weights(target: str) -> None:
     """Warn of parameters with values, which importing the target's module has made."""
-    made = (p for p in gc.get_objects() if type(p) is nn.Parameter and not p.is_meta)
-    gib = sum(p.nbytes for p in made) / 2**30
+    parameters = (p for p in gc.get_objects() if type(p) is nn.Parameter and not p.is_meta)
+    gib = sum(p.nbytes for p in parameters) / 2**30
     if gib > _MOST_GIB:
         warnings.warn(
             f"importing {target} made {gib:.1f} GiB of parameters with values. A model that its "
@@ -179,9 +179,9 @@ def _hint_at_weights(target: str) -> None:
         )
 
 
-def _build(make: Callable[..., Any], name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _build(make: Callable[..., Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     try:
-        return build(make, name, *given, loss=True)
+        return build(make, name, *arguments, loss=True)
     except TargetError as error:
         if not reads_values(error):
             raise

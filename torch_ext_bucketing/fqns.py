@@ -60,9 +60,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules that lie inside no other one of ``modules``, each once."""
-    given = dict.fromkeys(modules)
-    inside = {child for m in given for child in m.modules() if child is not m}
-    return [m for m in given if m not in inside]
+    distinct = dict.fromkeys(modules)
+    inside = {child for m in distinct for child in m.modules() if child is not m}
+    return [m for m in distinct if m not in inside]
 
 
 def modules_of_call(
@@ -73,12 +73,12 @@ def modules_of_call(
     The call drops modules inside others (``_get_root_modules``), and stops at those ``wrapped`` by
     earlier calls.
     """
-    seen = set(wrapped)
+    visited = set(wrapped)
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
-        seen.add(module)
+        visited.add(module)
         for child in module.children():
-            if child not in seen:
+            if child not in visited:
                 yield from visit(child)
         yield module
 
@@ -129,9 +129,9 @@ def format_names(names: Collection[str], shown: int = 4) -> str:
     return first + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-def nearest_names(name: str, known: Iterable[str]) -> str:
-    """Format up to three names in ``known`` that are close to an unknown one, for a message."""
-    candidates = [candidate for candidate in known if candidate]
+def nearest_names(name: str, names: Iterable[str]) -> str:
+    """Format up to three names in ``names`` that are close to an unknown one, for a message."""
+    candidates = [candidate for candidate in names if candidate]
     near = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     tails = [c for c in candidates if name and c.endswith("." + name) and c not in near]
     near = (tails[:2] + near)[:3]

@@ -107,9 +107,11 @@ def recipe(
         raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
     check_argument("memory", memory, PeakMemory | None)
     kinds = _kinds(model)
+    if not kinds:
+        return []
     gathers = "all_gather" in kinds
     for unit in units_of(model):
-        unit.refuse_eager_settings()
+        unit.check()
         unit.is_read = True
     _warn_of_others(model)
     match = MatchFSDP2()
@@ -131,7 +133,7 @@ def recipe(
         reshard = [
             ReshardAfterForward("auto", memory=memory, activations=True, state_bytes=state, to=to)
         ]
-    elif any(given is not None for given in (optimizer, state_bytes_per_parameter, to)):
+    elif any(option is not None for option in (optimizer, state_bytes_per_parameter, to)):
         raise ValueError(
             "optimizer=, state_bytes_per_parameter= and to= belong to memory=; without a bound, "
             "ReshardAfterForward(to=...)"
@@ -194,6 +196,8 @@ def _kinds(model: nn.Module) -> tuple[Kind, ...]:
             "recipe(copy, reference=model)"
         )
     placements = [placed(p) for p in model.parameters() if is_distributed(p)]
+    if not placements and units_of(model):  # it has no parameters, or ignores them all
+        return ()
     if not placements:
         raise ValueError(
             f"{name} is not sharded: none of its parameters is a DTensor, so its graphs have no "
@@ -210,14 +214,14 @@ def _order(
     reference: nn.Module | None,
 ) -> tuple[FSDPParamOrder, list[GraphPass], list[tuple[str, ...]]]:
     """Return the order, the passes that reshard as the units say, and the units' modules."""
-    own = units_of(model)
-    if units is not None and (own or reference is not None):
+    model_units = units_of(model)
+    if units is not None and (model_units or reference is not None):
         raise ValueError(
             "give units= or reference=, not both: a reference has units of its own"
             if reference is not None
             else "units= is for models without units of their own: fully_shard() gave this one its"
         )
-    if own or reference is not None:
+    if model_units or reference is not None:
         groups = param_groups(model) if reference is None else follow(model, reference)
         groups = [group for group in groups if group.params]
         order = FSDPParamOrder.from_fsdp(model if reference is None else reference)
@@ -257,11 +261,11 @@ def _resharding(groups: Sequence[ParamGroup]) -> list[GraphPass]:
     by_size: dict[bool | int, list[str]] = {}
     for group in groups:
         by_size.setdefault(group.reshard, []).extend(group.params)
-    kept = by_size.pop(False, [])
+    gathered = by_size.pop(False, [])
     if len(by_size) > 1:
-        what = ", ".join(f"{size} for {format_names(fqns, 2)}" for size, fqns in by_size.items())
+        sizes = ", ".join(f"{size} for {format_names(fqns, 2)}" for size, fqns in by_size.items())
         raise ValueError(
             "one step reshards to groups of one size, and the units say reshard_after_forward="
-            f"{what}: give one number, or True, to all units that do not keep their parameters"
+            f"{sizes}: give one number, or True, to all units that do not keep their parameters"
         )
-    return [ReshardAfterForward(*by_size, keep=kept)]
+    return [ReshardAfterForward(*by_size, keep=gathered)]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import parity
+from benchmarks.eager_parity.devices import nccl_environment
+from benchmarks.eager_parity.models import MODELS
+from benchmarks.eager_parity.ranks import RowReport
+from benchmarks.eager_parity.rows import ROWS, Row, matrix
 from benchmarks.parity_results import KERNELS, RowResult, combine, render
-from eager_parity.devices import nccl_environment
-from eager_parity.models import MODELS
-from eager_parity.ranks import RowReport
-from eager_parity.rows import ROWS, Row, matrix
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 pytestmark = pytest.mark.long
@@ -226,7 +226,7 @@ def up_to_the_first_cuda_call(rank: Rank) -> None:
     import torch._inductor.config as inductor_config
     import torch.distributed as dist
 
-    from eager_parity import devices
+    from benchmarks.eager_parity import devices
 
     for name in [n for n in os.environ if n.startswith(("NCCL", "CUBLAS"))]:
         del os.environ[name]

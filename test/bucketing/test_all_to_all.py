@@ -32,6 +32,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.pack import merge_buckets
 from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.graph.layout import Layout
 from torch_ext_bucketing.graph.nodes import KINDS, Tag, group_name, kind_of, member_tags, set_tag
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.bucketing import reduce_by_all_to_all
@@ -277,7 +278,7 @@ def test_what_torch_takes_an_all_to_all_for(fake_world):
     """The report estimates large all-to-alls."""
     gm, _ = graph_of([("reduce_scatter", 4096, [4096], torch.bfloat16, "avg")], fake_world)
     (start,), costs = starts(gm), Costs(teb.Machine())
-    ((_, ms),) = costs.in_rank_order([start])
+    ((_, ms),) = costs.in_rank_order(Layout.of([start]))
     assert 3 < ms / costs.collective(start) < 4
 
 

@@ -23,7 +23,8 @@ from collective_graphs import (
     under_hash_seeds,
 )
 from collective_graphs import all_gather as gather
-from hypothesis import assume, given, settings
+from examples import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_graphs import WORLD, Builder, layered_graph, random_graph, real_inputs
 from torch._inductor import config
@@ -126,7 +127,7 @@ def check_plan(gm: fx.GraphModule, plan: MergePlan, sizes: list[int]) -> None:
 
 
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, tagged=st.booleans())
-@settings(max_examples=600)
+@examples(600)
 def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
@@ -139,7 +140,7 @@ def test_plans_are_sound(seed, size, caps, tagged):
 @pytest.mark.torch
 @pytest.mark.hooks
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS)
-@settings(max_examples=300)
+@examples(300)
 def test_torch_with_the_hooks_never_merges_less_than_without(seed, size, caps):
     gm = random_graph(seed, size, GROUPS, writes=False)
     cap = cap_of(caps[:1])
@@ -153,7 +154,7 @@ def test_torch_with_the_hooks_never_merges_less_than_without(seed, size, caps):
 
 
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, run=st.none() | st.integers(1, 9))
-@settings(max_examples=200)
+@examples(200)
 def test_a_planner_forgets_the_plan_before(seed, size, caps, run):
     gm = random_graph(seed, size, GROUPS)
     options = ByCap(groups=GROUPS[:2])
@@ -165,7 +166,7 @@ def test_a_planner_forgets_the_plan_before(seed, size, caps, run):
 
 
 @given(seed=SEEDS, size=st.integers(2, 12), cap=st.integers(50, 1500), writes=st.booleans())
-@settings(max_examples=250)
+@examples(250)
 def test_merging_computes_the_same(seed, size, cap, writes):
     gm = random_graph(seed, size, GROUPS[:2], writes, share=False)
     inputs = real_inputs(gm)
@@ -221,7 +222,7 @@ def test_four_collectives_of_two_kinds_that_can_only_half_merge():
     rows=st.lists(st.integers(1, 60) | st.just(150), min_size=1, max_size=20),
     kind=st.sampled_from(["all_gather", "reduce_scatter"]),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_of_near_members_at_most_one_bucket_is_at_most_half_full(rows, kind):
     """A member that does not fit, or exceeds the cap, leaves the bucket open for later ones."""
     assume(sum(n for n in rows if n <= 100) <= 400)
@@ -464,7 +465,7 @@ def test_the_default_cap_is_torchs_own():
 @pytest.mark.torch
 @needs_pre_bucketing
 @given(seed=SEEDS, size=st.integers(1, 16))
-@settings(max_examples=200)
+@examples(200)
 def test_structure_is_what_torch_takes_for_fsdp(seed, size):
     gm = random_graph(seed, size, GROUPS)
     groups, _ = fsdp.identify_fsdp_groups(gm)
@@ -594,7 +595,7 @@ def test_planning_takes_a_number_of_steps_that_grows_with_the_graph_alone():
 
 
 @given(seed=SEEDS, size=st.integers(2, 14))
-@settings(max_examples=300)
+@examples(300)
 def test_contraction_refuses_just_what_closes_a_cycle(seed, size):
     """Compare with Kahn's algorithm, with buckets of any starts and buckets that join others."""
     gm = random_graph(seed, size, GROUPS, writes=False)

@@ -176,6 +176,17 @@ class Experts(nn.Module):
         return x @ self.inner.view(-1, 2).t() @ self.outer.view(-1, 2)
 
 
+def test_views_of_merged_members_hold_no_memory_of_their_own(fake_world):
+    """Their fake tensors are still views of the members' results, which are gone."""
+    group, values = dist.group.WORLD, (torch.zeros(2, 3), torch.zeros(2, 3))
+    gm = trace(lambda *xs: [all_gather(x, group).t() * 2 for x in xs], *values)
+    merge_all(gm, 0)
+    of_node = GraphAnalysis(gm.graph).liveness.of_node
+    turned = [n for n in gm.graph.nodes if n.target is torch.ops.aten.t.default]
+    assert len(turned) == 2
+    assert all(of_node[n] == of_node[n.args[0]] for n in turned)
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])

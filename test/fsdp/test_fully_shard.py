@@ -133,7 +133,7 @@ def test_every_method_of_fsdp2_has_an_answer(mesh):
     ("call", "way"),
     [
         (lambda m: m.set_requires_gradient_sync(False), "ReduceOnce"),
-        (lambda m: m.set_requires_all_reduce(False), "ReduceOnce"),
+        (lambda m: m.set_requires_all_reduce(False), "scatter_each=True"),
         (lambda m: m.set_reshard_after_backward(False), "gather_once=True"),
         (lambda m: m.set_reduce_scatter_unused_params(True), r"0 \* parameter.sum"),
         (lambda m: m.set_custom_all_gather(lambda *_: None), "GraphPass"),

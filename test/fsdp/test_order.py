@@ -8,7 +8,8 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 from collective_graphs import fake_group
-from hypothesis import assume, given, settings
+from examples import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -276,7 +277,7 @@ def specs(depth):
     )
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(spec=specs(3), data=st.data())
 def test_random_trees_like_fsdp2(mesh, spec, data):
     plain = Node(spec, [new_parameter(), new_parameter()])

@@ -1,15 +1,20 @@
 """Gradient accumulation without reductions between microbatches."""
 
+import contextlib
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+from blocks_on_ranks import assert_equal, mesh, model, tokens
+from rank_pool import on_ranks
 from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing import fsdp
 from torch_ext_bucketing.fsdp import ReduceOnce
 from torch_ext_bucketing.testing.ring import init_ring_process_group
 
@@ -146,6 +151,77 @@ def test_a_step_that_fails_leaves_no_gradients(fake_world):
     with once:
         assert all(p.grad is None for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+# --- on two levels -------------------------------------------------------------------
+
+
+def sharded_by(fully_shard, policy):
+    made, on = model(), mesh("hybrid_shard")
+    for layer in made.layers:
+        fully_shard(layer, mesh=on, mp_policy=policy)
+    return fully_shard(made, mesh=on, mp_policy=policy)
+
+
+def accumulated(rank, dtypes, how):
+    """Return a loss and the gradients of two steps of three microbatches, and what a rank holds."""
+    policy = fsdp.MixedPrecisionPolicy(*dtypes)
+    made = sharded_by(torch_fsdp.fully_shard if how == "eager" else fsdp.fully_shard, policy)
+    found, held = [], None
+    run, once = made, None
+    if how == "whole model":
+        b, run = compiled_by_recipe(made)
+        once = ReduceOnce(made, b, scatter_each=True)
+    elif how == "block by block":
+        for layer in made.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with once or contextlib.nullcontext():
+            for part in range(3):
+                if once is None:
+                    made.set_requires_all_reduce(part == 2)
+                loss = run(tokens(rank + part)).float().logsumexp(-1).mean()
+                loss.backward()
+            if once is not None:
+                held = sum(leaf.grad.nbytes for leaf in once._unreduced)
+        grads = {n: p.grad.to_local().clone() for n, p in made.named_parameters()}
+        found.append((loss.detach(), grads))
+        made.zero_grad()
+    reports = [r.collectives_after for r in b.reports] if once else []
+    return found, held, reports
+
+
+def compiled_by_recipe(made):
+    torch._dynamo.reset()
+    b = teb.backend("aot_eager", teb.recipe(made), model=made)
+    return b, torch.compile(made, backend=b, fullgraph=True)
+
+
+@pytest.mark.parametrize("dtypes", [(None, None), (BF16, FP32)], ids=["fp32", "bf16"])
+def test_microbatches_are_scattered_inside_a_node_and_all_reduced_once(dtypes):
+    """As eager FSDP2 does with ``set_requires_all_reduce(False)``, on 2 x 2 ranks."""
+    theirs, whole, blocks = (
+        on_ranks(accumulated, dtypes, how, world=4)
+        for how in ("eager", "whole model", "block by block")
+    )
+    for (steps, _, _), (ours, held, reports), (by_block, _, _) in zip(
+        theirs, whole, blocks, strict=True
+    ):
+        for step, one, other in zip(steps, ours, by_block, strict=True):
+            assert_equal(step, one)
+            assert_equal(step, other)
+        # Embedding, two layers, head; a rank's part of each of two shards, padded.
+        padded = sum(-(-p.shape[0] // 2) * p[0].numel() for p in model().parameters())
+        assert held == 4 * padded
+        inside, late = reports
+        assert inside == {"all_gather": 5, "reduce_scatter": 3}
+        assert late == {"all_reduce": 3}
+
+
+def test_scatter_each_needs_replicas(fake_world):
+    made = teb.data_parallel(Tied(), init_device_mesh("cpu", (fake_world,)))
+    with pytest.raises(ValueError, match=r"scatter_each=True .* 2-D mesh"):
+        ReduceOnce(made, scatter_each=True)
 
 
 def test_it_needs_a_model_that_is_sharded_here():

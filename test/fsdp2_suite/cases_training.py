@@ -400,8 +400,8 @@ def hooks_after_accumulation(side, kind):
     return side.train(model, side.data(4, 16))
 
 
-@case(Differs(""))
-def hooks_on_gradients(side):  # eager FSDP2 does not run them
+@case(compiled=Differs(""))  # eager FSDP2 does not run them
+def hooks_on_gradients(side):
     model = side.shard(mlps(), "*")
     for param in model.parameters():
         param.register_hook(lambda grad: grad * 2)
@@ -440,7 +440,7 @@ def an_exception_in_forward(side):
     return found + side.state(model)
 
 
-@case(each=["graph break", "branch", "cond", "no grad"])
+@case(each=["graph break", "branch", "no grad"])
 def control_flow(side, kind):
     def forward(m, x):
         x = torch.tanh(m.a(x))
@@ -448,16 +448,31 @@ def control_flow(side, kind):
             torch._dynamo.graph_break()
         if kind == "branch" and x.sum().item() > 1e9:
             return m.c(x)
-        if kind == "cond":
-            return torch.cond(x.sum() > 0, lambda y: m.b(y), lambda y: m.b(y) * 2, (x,))
         if kind == "no grad":
             with torch.no_grad():
                 y = m.c(x)
             x = x + y
         return m.b(x)
 
-    units = ("a",) if kind == "cond" else ("*",)
-    return side.train(side.shard(Lambda(forward, 3), *units), side.data(4, 8))
+    return side.train(side.shard(Lambda(forward, 3), "*"), side.data(4, 8))
+
+
+@case(compiled=Refused(RuntimeError, "read it before"))
+def a_read_in_a_branch(side):
+    def forward(m, x):
+        x = m.a(x)
+        return torch.cond(x.sum() > 0, lambda y: m.b(y), lambda y: m.b(y) * 2, (x,))
+
+    return side.train(side.shard(Lambda(forward), "a"), side.data(4, 8))
+
+
+@case()
+def a_read_before_a_branch(side):
+    def forward(m, x):
+        x, weight = m.a(x), m.b.weight
+        return torch.cond(x.sum() > 0, lambda y: y @ weight, lambda y: y @ weight * 2, (x,))
+
+    return side.train(side.shard(Lambda(forward), "a"), side.data(4, 8))
 
 
 @case(each=["batches", "blocks", "function", "module.compile", "no recipe"], modes=["compiled"])
@@ -496,15 +511,22 @@ def two_models(side, how):
     return found
 
 
-@case(each=["called", "compiled", "evaluated first"], quick=True)
+@case(each=["called", "compiled"], quick=True)
 def forward_methods(side, how):
-    model, (x, *_) = side.shard(Towers(), "image", "text", mp=(BF16, FP32, FP32)), side.data(2, 12)
+    model = side.shard(Towers(), "image", "text", mp=(BF16, FP32, FP32))
     for tower in (model.image, model.text):
         side.fsdp.register_fsdp_forward_method(tower, "encode")
     if how == "compiled":
         return side.train(model, side.data(2, 12), run=side.compile(model, model.image.encode))
-    if how == "evaluated first" and side.ours:  # eager FSDP2's root has to run first
-        model.image.encode(x)
+    return side.train(model, side.data(2, 12))
+
+
+@case(Refused(RuntimeError, "root module", eager=RuntimeError), modes=["uncompiled"])
+def a_forward_method_before_the_root(side):
+    model = side.shard(Towers(), "image", "text")
+    side.fsdp.register_fsdp_forward_method(model.image, "encode")
+    with torch.no_grad():
+        model.image.encode(side.data(2, 12)[0])
     return side.train(model, side.data(2, 12))
 
 
@@ -520,7 +542,7 @@ def batch_norm(side):
     return side.train(side.shard(model), side.data(6, 8), optimizer=torch.optim.SGD)
 
 
-@case(Refused(RuntimeError, "double backward", RuntimeError, by_torch=True), modes=["compiled"])
+@case(Refused(RuntimeError, "double backward", RuntimeError), modes=["compiled"])
 def double_backward(side):
     model = side.shard(Lambda(lambda m, x: m.b(torch.tanh(m.a(x)))), "*")
     x = side.data(4, 8)[0].requires_grad_()
@@ -529,7 +551,10 @@ def double_backward(side):
     return side.state(model)
 
 
-@case(Refused(TypeError, "complex", eager=TypeError))
+@case(
+    compiled=Refused(TypeError, "complex", eager=TypeError),
+    uncompiled=Refused(TypeError, "Float", eager=TypeError),
+)
 def complex_weights_with_a_real_reduction(side):
     model = side.shard(nn.Linear(8, 8, dtype=torch.complex64), mp=(None, FP32))
     side.compile(model)(side.data(4, 8, torch.complex64)[0]).abs().sum().backward()

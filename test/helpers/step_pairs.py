@@ -10,7 +10,7 @@ from sharded_models import eager_fsdp2, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from eager_parity.steps import state_digest
+from benchmarks.eager_parity.steps import state_digest
 from torch_ext_bucketing.testing.training import digest
 
 UNITS = ["first", "second", ""]

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from eager_parity.ranks import aten_kernels
+from benchmarks.eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer, train

@@ -20,7 +20,7 @@ from sharded_models import (
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from eager_parity.ranks import aten_kernels
+from benchmarks.eager_parity.ranks import aten_kernels
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.errors import (
     NotBucketedWarning,

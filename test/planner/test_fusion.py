@@ -57,6 +57,14 @@ def test_row_reduction_fuses_with_producers_and_consumers(g):
     assert g.kernels(last) == [([mean, last], 2 * FULL)]
 
 
+def test_value_of_which_a_view_is_returned_is_written(g):
+    x = g.input()
+    value = g.op(aten.neg.default, x)
+    flat = g.op(aten.view.default, value, [ROWS * COLUMNS])
+    last = g.op(aten.exp.default, value)  # reads it in the same kernel
+    assert g.kernels(flat, last) == [([value, last], 3 * FULL)]
+
+
 def test_another_iteration_space_is_another_kernel(g):
     x, y = g.input(), g.input(7)
     both = [g.op(aten.neg.default, n) for n in (x, y)]
@@ -147,6 +155,35 @@ def test_embedding_reads_no_more_than_it_returns(g):
     places.meta["val"] = g.mode.from_tensor(torch.zeros(ROWS, dtype=torch.int64))
     last = g.op(aten.embedding.default, g.input(1000, COLUMNS), places)
     assert g.kernels(last) == [([last], 2 * FULL + 8 * ROWS)]
+
+
+@pytest.mark.parametrize(("columns", "written"), [(COLUMNS, False), (4096, True)])
+def test_a_kernel_of_long_rows_writes_values_that_it_reads_again(g, columns, written):
+    parts = [g.input(ROWS, columns) for _ in range(5)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = g.op(aten.add.Tensor, total, part)
+    most = g.op(aten.amax.default, total, [1], True)
+    last = g.op(aten.exp.default, g.op(aten.sub.Tensor, total, most))
+    full = 4 * ROWS * columns
+    ((nodes, nbytes),) = g.kernels(last)
+    assert nodes == [total, most, last]
+    assert nbytes == (6 + written) * full
+
+
+@pytest.mark.parametrize("target", ["prims.prepare_softmax_online", "aten.max"])
+def test_a_reduction_with_two_results_is_fused(g, target):
+    import torch._inductor.inductor_prims
+
+    x = g.input()
+    softmax = target == "prims.prepare_softmax_online"
+    op = torch.ops.prims.prepare_softmax_online.default if softmax else aten.max.dim
+    both = g.op(op, g.op(aten.mul.Tensor, x, x), 1, *(() if softmax else (True,)))
+    most = g.graph.call_function(operator.getitem, (both, 0))
+    most.meta["val"] = both.meta["val"][0]
+    last = g.op(aten.sub.Tensor, x, most)
+    ((nodes, _),) = g.kernels(last)
+    assert nodes == [both, last]
 
 
 def test_nodes_that_differ_on_other_ranks_change_nothing(g):

@@ -51,7 +51,7 @@ from torch_ext_bucketing.planner.keep.held import HeldUnits
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.keepables import unit_name
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
-from torch_ext_bucketing.planner.resharding import ReshardAfterForward, _choice, _mark
+from torch_ext_bucketing.planner.resharding import ReshardAfterForward, _mark, _marks_of
 from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Options, PeakMemory
@@ -149,7 +149,7 @@ class Chosen(teb.GraphPass):
             self.parked = {could[s].name for s in parked}
             self.parked_bytes = sum(partitioned.forward.liveness.size[s] for s in parked)
         self.peak = HeldUnits(partitioned).peak_bytes(self.kept)
-        choice = _choice(partitioned, self.kept, parked)
+        choice = _marks_of(partitioned, self.kept, parked)
         _mark(parameter_chains(g), choice, lambda tag: True)
         if self.smaller is not None:
             reshard_to(g, parameter_chains(g), self.smaller, choice.is_part)

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.fx as fx
 from collective_graphs import fake_group
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from random_graphs import (
     C10D,
@@ -81,7 +82,7 @@ def bytes_left(model: Model) -> int:
 
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
 @example(598, 4, 64)  # a write to what a bucket packs does not wait for the bucket
-@settings(max_examples=200)
+@examples(200)
 def test_times_are_those_of_the_merged_graph(seed, size, cap):
     gm = random_graph(seed, size, ["0"], share=False)
     plan = ByCap(cap / 2**20, eligible=lambda start: True).plan(GraphAnalysis(gm.graph))

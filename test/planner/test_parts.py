@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.shard import data_parallel
-from torch_ext_bucketing.planner.schedule.plot import PARTS
+from torch_ext_bucketing.planner.schedule.picture import PARTS
 
 RANKS = 2
 

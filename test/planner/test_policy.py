@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.fx as fx
 from collective_graphs import assert_same, run_all_ranks
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from random_graphs import (
     Trainer,
@@ -146,7 +147,7 @@ def test_a_bound_that_cannot_be_kept_is_a_warning():
     merge=st.booleans(),
     ratio=st.floats(0.8, 3),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_it_goes_with_the_others(seed: int, size: int, most: int, merge: bool, ratio: float):
     """Values stay equal, and each bound is kept or reported as missed."""
     gm = random_graph(seed, size, ["0"], share=False)

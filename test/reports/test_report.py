@@ -214,8 +214,8 @@ def artifacts(trace, pattern):
 def test_rows_that_differ_in_one_number_are_one():
     rows = [f"layers.{i} {part}" for i in (0, 1, 2, 3, 7) for part in ("mlp", "attention")]
     rows = ["embed", *rows, "layers.9 mlp", "head.1", "head.2"]
-    columns = {"name": str, "size": lambda name: 4 if name == "layers.2 mlp" else 8}
-    assert table(columns, rows, right=[1], join="name") == [
+    columns = {"name": str, "size:n": lambda name: 4 if name == "layers.2 mlp" else 8}
+    assert table(columns, rows, join="name") == [
         "name                       size",
         "embed                         8",
         "layers.[0-1, 3, 7, 9] mlp     8",

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
-from eager_parity.devices import nodes
+from benchmarks.eager_parity.devices import nodes
 from torch_ext_bucketing.bucketing.plan import ByCap
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.graph.analysis import GraphAnalysis

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from whole_muon import WholeMuon
 
 import torch_ext_bucketing as teb
-from eager_parity.steps import state_digest
+from benchmarks.eager_parity.steps import state_digest
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import collective_kind, is_wait
 from torch_ext_bucketing.graph.sizes import work_of

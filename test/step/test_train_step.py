@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import largest_shard_bytes
 from torch_ext_bucketing.errors import EagerOptimizerWarning
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import is_wait, kind_of, updates_of
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.reports.compile import StepReport
@@ -92,6 +93,24 @@ def test_one_update_per_bucket_follows_its_reduction(model):
     )
     assert 0 <= report.state_bytes - state <= 8 * report.gradients  # and the counters of steps
     assert "27 gradients, 27 updated here in 6 calls (2 eagerly" in report.to_text()
+
+
+def test_readers_keep_their_side_of_an_update(model):
+    """An update writes parameters and state in place, and returns nothing that a reader needs."""
+    _, _, nodes = planned(model, adamw(model, foreach=True))
+    update = next(n for n in nodes if n.target is UPDATE)
+    params, state = update.args[0], update.args[2]
+    graph, aten = update.graph, torch.ops.aten
+    with graph.inserting_before(update):
+        before = [graph.call_function(aten.clone.default, (x,)) for x in (params[0], state[0])]
+    with graph.inserting_after(update):
+        after = [graph.call_function(aten.clone.default, (x,)) for x in (params[0], state[0])]
+    for node in (*before, *after):
+        node.meta["val"] = node.args[0].meta["val"]
+    dependencies = GraphAnalysis(graph).dependencies
+    places = dependencies.index
+    assert {places[n] for n in before} <= set(dependencies.needs[places[update]])
+    assert all(places[update] in dependencies.needs[places[n]] for n in after)
 
 
 def test_the_norm_is_one_all_reduce(model):

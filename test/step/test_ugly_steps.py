@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from eager_parity.steps import state_digest
+from benchmarks.eager_parity.steps import state_digest
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing.testing.training import digest
 

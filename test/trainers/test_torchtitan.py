@@ -1,5 +1,6 @@
 """Train and trace with torchtitan 0.3.0 from PyPI, unmodified."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -27,17 +28,26 @@ if found != TORCHTITAN or not torch.__version__.startswith("2.15."):
 
 import torch.nn.functional as F  # noqa: E402
 from pages import code_of  # noqa: E402
+from rank_pool import on_ranks  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
+from torchtitan.config import CompileConfig  # noqa: E402
+from torchtitan.distributed import fsdp  # noqa: E402
+from torchtitan.distributed.compile import apply_compile  # noqa: E402
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
 from torchtitan.experiments.graph_trainer import registry, simple_fsdp  # noqa: E402
 from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes  # noqa: E402
+from torchtitan.models import llama3  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 
+import torch_ext_bucketing  # noqa: E402
 from benchmarks import parity, titan_train  # noqa: E402
 from torch_ext_bucketing import hooks  # noqa: E402
 from torch_ext_bucketing.errors import EagerOptimizerWarning  # noqa: E402
+from torch_ext_bucketing.fsdp import FSDPModule  # noqa: E402
 from torch_ext_bucketing.fsdp.plans import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.nodes import KINDS, kind_of  # noqa: E402
@@ -49,7 +59,7 @@ from torch_ext_bucketing.planner.resharding import ReshardAfterForward  # noqa: 
 from torch_ext_bucketing.planner.schedule.policy import PeakMemory  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
-from torch_ext_bucketing.trainers import torchtitan  # noqa: E402
+from torch_ext_bucketing.trainers import torchtitan, torchtitan_eager  # noqa: E402
 from torch_ext_bucketing.trainers.torchtitan import check_trainer  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
@@ -79,6 +89,83 @@ def test_simple_fsdp_trains_to_the_bits_and_sends_the_payloads_of_fsdp2(tmp_path
     assert row["layout_differences"] == []
     sent = [traffic["reduce_scatter"][0] for traffic in row["after"].values()]
     assert sum(sent) == row["eager_collectives"]["reduce_scatter"]
+
+
+# --- executed: its eager trainer's model, blocks compiled one by one --------------------
+
+
+def train_in_chunks(rank, ours):
+    """Train its debug model with its loss in chunks; return losses, weights and compiles."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    config = llama3.model_registry("debugmodel").model
+    config.layers = config.layers[:3]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model = config.build()
+    model.init_weights()
+    compiles = CompileConfig(enable=True, backend="aot_eager")
+    apply_compile(model, compile_config=compiles, parallel_dims=SimpleNamespace(tp_enabled=False))
+    with torchtitan_eager.install() if ours else contextlib.nullcontext():
+        apply_fsdp_to_decoder(model, mesh, PARAM_DTYPE, torch.float32, pp_enabled=False)
+    assert isinstance(model.layers["0"], FSDPModule) is ours
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not multiply
+    part = CrossEntropyLoss.Config(global_vocab_size=config.vocab_size)
+    loss = ChunkedLossWrapper.Config(num_chunks=2, loss_fn=part).build(compile_config=compiles)
+    loss.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    optimizer = torch.optim.AdamW(model.parameters())
+    numbers, losses = torch.Generator().manual_seed(rank), []
+    torch._dynamo.utils.counters.clear()
+    for _ in range(STEPS):
+        tokens = torch.randint(0, config.vocab_size, (2, 9), generator=numbers)
+        found, _ = loss(model(tokens[:, :-1]), tokens[:, 1:], torch.tensor(32.0))
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.item())
+    weights = {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
+    return losses, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_eager_trainer_with_our_fully_shard_trains_to_the_bits_of_its_own():
+    """The head is gathered and reduced once for all chunks, by settings that change in each step."""
+    theirs, ours = (on_ranks(train_in_chunks, which) for which in (False, True))
+    for (losses, weights, compiles), (own, other, made) in zip(theirs, ours, strict=True):
+        assert own == losses
+        assert other.keys() == weights.keys()
+        assert all(torch.equal(other[name], w) for name, w in weights.items())
+        assert made == compiles == 2  # a block, and the loss
+
+
+def test_install_once_and_close():
+    before = fsdp.fully_shard
+    with torchtitan_eager.install():
+        assert fsdp.fully_shard is not before
+        with pytest.raises(RuntimeError, match="first close"):
+            torchtitan_eager.install()
+    assert fsdp.fully_shard is before
+
+
+EAGER = "--ways eager sharded --gather bfloat16 --chunks 4 --compile aot_eager"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        EAGER,
+        f"{EAGER} --model qwen3 --replicas 2",
+        f"{EAGER} --model qwen3_moe",
+        f"{EAGER} --tensor 2",
+        f"{EAGER} --model deepseek_v3 --expert 2 --tensor 2",
+        f"{EAGER.replace('aot_eager', 'inductor')} --microbatches 2",
+    ],
+)
+def test_their_eager_train_py_trains_to_the_same_bits(capsys, options):
+    assert titan_train.main(options.split()) == 0
+    assert "10 of 10 eager" in capsys.readouterr().out
 
 
 # --- traced: torchtitan's own models -------------------------------------------------
@@ -311,9 +398,21 @@ def _check_pipeline(model, traced, settings, replaced):
 def test_the_documented_config(fake_world):
     """Built by torchtitan, it names a pipeline that torchtitan has."""
     scope = {}
-    (code,) = code_of("torchtitan")
+    code, _ = code_of("torchtitan")
     exec(code, scope)
     assert scope["llama3_8b"]().compile.pass_pipeline in registry.PASS_PIPELINE_REGISTRY
+
+
+def test_the_documented_eager_config():
+    """Its trainer compiles each block, and shards by our function."""
+    _, code = code_of("torchtitan")
+    scope, before = {}, fsdp.fully_shard
+    try:
+        exec(code, scope)
+        assert fsdp.fully_shard is torch_ext_bucketing.fsdp.fully_shard
+    finally:
+        fsdp.fully_shard = before
+    assert scope["llama3_8b"]().compile.enable
 
 
 def _trainer(*optimizers, pipeline=False, without=("cudagraph_pass",)):

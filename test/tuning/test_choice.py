@@ -1,19 +1,14 @@
-"""The choice among candidates by the figures of all ranks, and the factors for a machine."""
+"""The choice among candidates by the figures of all ranks."""
 
 import json
 import math
 
-import pytest
-
-from torch_ext_bucketing.reports.planner import EstimateReport
 from torch_ext_bucketing.tuning.choice import (
     CandidateReport,
     Figures,
     TuneReport,
     best_of,
     combine,
-    corrected_ms,
-    fit_factors,
 )
 
 INF = math.inf
@@ -73,46 +68,15 @@ def test_the_first_of_equal_candidates_is_kept():
     assert best_of(combine([{"b": steps(3), "a": steps(3)}], None)).name == "b"
 
 
-def estimate(kernels, exposed, busy):
-    step = kernels + sum(exposed.values())
-    return EstimateReport("forward", "m", step, kernels, busy, exposed, 0)
-
-
-GRAPHS = [
-    estimate(50.0, {"all_gather": g, "reduce_scatter": r}, {"all_gather": 40, "reduce_scatter": 30})
-    for g, r in ((40, 30), (10, 20), (5, 5), (30, 0), (0, 25))
-]
-
-
-def test_a_common_error_gives_one_factor_for_all_kinds():
-    factors = fit_factors([([e], 7 * e.step_ms) for e in GRAPHS])
-    assert list(factors.values()) == [pytest.approx(7.0)] * 3
-
-
-def test_without_estimates_there_are_no_factors():
-    assert fit_factors([]) == {}
-    assert fit_factors([([estimate(0.0, {}, {})], 5.0)]) == {}
-
-
-def test_a_longer_kernel_hides_more_of_a_collective():
-    e = estimate(10.0, {"all_gather": 4.0}, {"all_gather": 10.0})
-    as_is = {"kernel": 1.0, "all_gather": 1.0}
-    assert corrected_ms([e], as_is) == e.step_ms == 14.0
-    assert corrected_ms([e], {**as_is, "kernel": 1.5}) == 15.0 + 1.0
-    assert corrected_ms([e], {**as_is, "kernel": 3.0}) == 30.0
-    assert corrected_ms([e], {**as_is, "all_gather": 2.0}) == 10.0 + 14.0
-
-
 def test_the_report_shows_measured_beside_estimated_and_survives_json():
     candidates = (
-        CandidateReport("a", 12.5, 10.0, 2**30, False, 8.0, 2**20, 9.5),
+        CandidateReport("a", 12.5, 10.0, 2**30, False, 8.0, 2**20),
         CandidateReport("b", 13.0, 11.0, 2**29),
     )
-    report = TuneReport("b", candidates, 3, 2, 2**29, True, {"kernel": 1.25})
+    report = TuneReport("b", candidates, 3, 2, 2**29, True)
     text = report.to_text()
     assert "b (chosen)" in text
-    assert [n for n in ("12.50", "8.00", "9.50") if n not in text] == []
+    assert [n for n in ("12.50", "8.00") if n not in text] == []
     assert "1.000 GiB, above the bound" in text
     assert "bits depend on the choice" in text
-    assert "kernel 1.25" in text
     assert TuneReport.from_dict(json.loads(report.to_json())) == report

@@ -12,9 +12,7 @@ from torch.compiler._cache import CacheArtifactManager
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import BoundNotKeptWarning, TuningError
-from torch_ext_bucketing.reports.planner import EstimateReport
 from torch_ext_bucketing.tuning import tune as module
-from torch_ext_bucketing.tuning.choice import corrected_ms
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -234,74 +232,6 @@ def test_options_are_checked():
         teb.tune(model, {"a": "eager"}, steps=0)
     with pytest.raises(ValueError, match="PeakMemory"):
         teb.tune(model, {"a": "eager"}, memory=teb.PeakMemory(ratio=1.1))
-
-
-def estimate(kernels, gathers, exposed):
-    busy = {"all_gather": gathers}
-    return EstimateReport(
-        "forward", "m", kernels + exposed, kernels, busy, {"all_gather": exposed}, 1
-    )
-
-
-ESTIMATES = {"a": (50.0, 40.0, 40.0), "b": (50.0, 40.0, 10.0), "c": (60.0, 20.0, 20.0)}
-TRUE = {"kernel": 2.0, "all_gather": 3.0}
-
-
-def tuned_by(monkeypatch, factors, wrong, peer=()):
-    """Tune with estimates times ``wrong``; graphs take the estimates times ``factors``."""
-    estimates = {n: [estimate(*of)] for n, of in ESTIMATES.items()}
-    ms = {n: corrected_ms(es, factors) - 5.0 for n, es in estimates.items()}
-    others = {n: [t + 5.0] * 9 for n, t in ms.items()} if peer else ()
-    t = Training(monkeypatch, ms, steps=1, others=others)
-    scaled = {n: [_scaled(es[0], wrong)] for n, es in estimates.items()}
-    t.tuner._estimates = scaled.__getitem__
-    if peer:
-        first = {n: [_scaled(es[0], peer).as_dict()] for n, es in estimates.items()}
-
-        def meet(point, value=""):
-            mine = Training.meet(t, point, value)
-            if point == "the choice":
-                mine[0] = json.dumps([json.loads(mine[0])[0], first])
-            return mine
-
-        t.tuner._meeting.meet = meet
-    t.until_chosen()
-    return t.tuner.report
-
-
-def _scaled(e, by):
-    exposed = {
-        k: max(0.0, by[k] * b - by["kernel"] * (b - e.exposed_ms[k])) for k, b in e.busy_ms.items()
-    }
-    busy = {k: by[k] * b for k, b in e.busy_ms.items()}
-    kernels = by["kernel"] * e.kernels_ms
-    step = kernels + sum(exposed.values())
-    return EstimateReport("forward", "m", step, kernels, busy, exposed, 1)
-
-
-ONE = {"kernel": 1.0, "all_gather": 1.0}
-
-
-def test_times_off_by_a_known_factor_give_that_factor_and_a_later_start_none(monkeypatch):
-    with fresh_cache():
-        report = tuned_by(monkeypatch, TRUE, ONE)
-        assert report.factors == pytest.approx(TRUE, rel=0.1)
-        machine = teb.Machine().corrected(report.factors)
-        assert machine.factors.get("reduce_scatter", 1.0) == 1.0  # never measured
-        assert all(abs(c.corrected_ms / c.graphs_ms - 1) < 0.02 for c in report.candidates)
-    torch._dynamo.reset()
-    with fresh_cache():  # estimates of a machine that has the factors
-        again = tuned_by(monkeypatch, TRUE, report.factors)
-        assert again.factors == pytest.approx(ONE, rel=0.1)
-        both = machine.corrected(again.factors).factors
-        assert {k: both[k] for k in TRUE} == pytest.approx(TRUE, rel=0.1)
-
-
-def test_ranks_take_the_factors_of_rank_0s_estimates(monkeypatch):
-    with fresh_cache():
-        # Alone this rank would find half of them.
-        report = tuned_by(monkeypatch, TRUE, {"kernel": 2.0, "all_gather": 2.0}, peer=ONE)
-        assert report.factors == pytest.approx(TRUE, rel=0.1)
 
 
 @pytest.mark.torch

@@ -41,8 +41,8 @@ def draws(node: fx.Node) -> bool:
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             default = node.kwargs.get(argument.name, argument.default_value)
-            given = node.args[i] if i < len(node.args) else default
-            return not isinstance(given, (int, float)) or given != 0
+            dropout = node.args[i] if i < len(node.args) else default
+            return not isinstance(dropout, (int, float)) or dropout != 0
     return True
 
 
@@ -59,14 +59,14 @@ class Partitioner(CustomPartitionerFn):
 
     # A class of this module and not of a function, since Inductor's cache keys pickle its config.
 
-    def __init__(self, given: Partition | None) -> None:
-        self._given = given
+    def __init__(self, partition: Partition | None) -> None:
+        self._partition = partition
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         with private_torch():
             from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        partition = self._given or min_cut_rematerialization_partition
+        partition = self._partition or min_cut_rematerialization_partition
         operators = _stand_in_for_calls_without_dropout(gm)
         halves = partition(gm, joint_inputs, **kwargs)
         for half in (gm, *halves) if operators else ():
@@ -80,7 +80,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         """Return the given partitioner's, or the name of Inductor's; None: graphs aren't cached."""
-        return "min_cut" if self._given is None else self._given.uuid()  # type: ignore[attr-defined]
+        return "min_cut" if self._partition is None else self._partition.uuid()  # type: ignore[attr-defined]
 
 
 def _stand_in_for_calls_without_dropout(joint: fx.GraphModule) -> dict[Any, Any]:
@@ -129,8 +129,8 @@ def _save_states_before_meshes(
     first = saved.index(states[0])
     while first and _is_object(saved[first - 1]):
         first -= 1
-    rest = [value for value in saved if value not in states]
-    output.args = ((*output.args[0][:results], *rest[:first], *states, *rest[first:]),)  # type: ignore[index]
+    values = [value for value in saved if value not in states]
+    output.args = ((*output.args[0][:results], *values[:first], *states, *values[first:]),)  # type: ignore[index]
     forward.recompile()
     read = [n for n in inputs if any(_runs(u, "run_with_rng_state", n) for u in n.users)]
     first = inputs.index(read[0])
@@ -234,6 +234,7 @@ def unmark_recompute(node: fx.Node) -> None:
     """Remove a recompute mark, also one of activation checkpointing."""
     if must_recompute(node):
         del node.meta["recompute"]
+        node.meta.pop("ac_graph_id", None)
 
 
 def must_recompute(node: fx.Node) -> bool:
@@ -276,8 +277,8 @@ class Halves:
         inputs = [n for n in nodes if n.op == "placeholder"]
         late = dict.fromkeys(filter(is_tangent, inputs))
         if any(map(from_forward, nodes)):
-            given = dict.fromkeys(n for n in inputs if n not in late)
-            last = max(i for i, n in enumerate(nodes) if n in given or from_forward(n))
+            early_inputs = dict.fromkeys(n for n in inputs if n not in late)
+            last = max(i for i, n in enumerate(nodes) if n in early_inputs or from_forward(n))
             self.forward = {n: None for n in nodes[: last + 1] if n not in late}
         else:
             for node in nodes:
@@ -341,7 +342,7 @@ def compile_aot(
     example_inputs: Sequence[Any],
     *,
     joint: Callable[[fx.GraphModule], None],
-    each: Callable[[fx.GraphModule], Wrap],
+    per_graph: Callable[[fx.GraphModule], Wrap],
     extend: Callable[[fx.GraphModule], tuple[list[Any], Wrap]],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None,
 ) -> Callable[..., Any]:
@@ -349,9 +350,9 @@ def compile_aot(
 
     Args:
         joint: runs on the joint or the inference graph.
-        extend: changes the forward, backward and inference graphs before ``each``; returns fake
-            tensors for inputs that it has added, and a wrapper that adds their values.
-        each: runs on the forward, backward and inference graphs, and returns a wrapper of the
+        extend: changes the forward, backward and inference graphs before ``per_graph``; returns
+            fake tensors for inputs that it has added, and a wrapper that adds their values.
+        per_graph: runs on the forward, backward and inference graphs, and returns a wrapper of the
             compiled graph.
         compiler: compiles these graphs; None runs them as they are.
     """
@@ -368,7 +369,7 @@ def compile_aot(
 
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         added, with_values = extend(graph)
-        wrap = each(graph)
+        wrap = per_graph(graph)
         graph.recompile()
         make: Any = boxed_nop if compiler is None else compiler
         compiled = make(graph, [*inputs, *added] if added else inputs)
@@ -400,11 +401,11 @@ def import_copies() -> None:
         from torch._functorch._activation_offloading import offload_ops
 
         _ = config.enable_activation_offloading, config.activation_offload_separate_stream
-        ours = torch._C._dispatch_has_kernel_for_dispatch_key("ao::wait_tensor", "CPU")
-    if ours:
+        registered = torch._C._dispatch_has_kernel_for_dispatch_key("ao::wait_tensor", "CPU")
+    if registered:
         return
 
-    def copy(tensor: torch.Tensor, *layout: Any, **more: Any) -> torch.Tensor:
+    def copy(tensor: torch.Tensor, *layout: Any, **options: Any) -> torch.Tensor:
         return tensor.clone()
 
     def wait(tensor: torch.Tensor, *sources: torch.Tensor | None) -> torch.Tensor:
@@ -420,9 +421,9 @@ def mark_parked(node: fx.Node) -> None:
     node.meta[_MARK] = True
 
 
-def copies_in_partitioner(wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """Switch the partitioner's copies on while a graph compiles, if they are ``wanted``."""
-    if not wanted:
+def copies_in_partitioner(enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    """Switch the partitioner's copies on while a graph compiles, if ``enabled``."""
+    if not enabled:
         return contextlib.nullcontext()
     with private_torch():
         from torch._functorch import config
@@ -521,10 +522,10 @@ def symbol_facts(symbol: Any, env: Any) -> tuple[int | None, int, int | None]:
     return hint, max(0, lower or 0), None if upper is None or upper >= 2**62 else upper
 
 
-def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Return whether two shapes are equal expressions, without adding a guard."""
 
     def written(shape: Sequence[Any]) -> list[Any]:
         return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
 
-    return written(one) == written(other)
+    return written(first) == written(second)

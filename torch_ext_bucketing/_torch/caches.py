@@ -27,15 +27,15 @@ _RANK_FIELDS = ("_rank", "_coordinate_on_dim", "_dim_group_names")
 def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
     """Return the meshes among ``values`` and their tensors, and the meshes that these hold."""
     meshes: dict[int, DeviceMesh] = {}
-    given = [mesh_of(value) or value for value in values]
-    stack = [value for value in given if isinstance(value, DeviceMesh)]
+    meshes_or_values = [mesh_of(value) or value for value in values]
+    stack = [value for value in meshes_or_values if isinstance(value, DeviceMesh)]
     while stack:
         mesh = stack.pop()
         if id(mesh) not in meshes:
             meshes[id(mesh)] = mesh
             for held in vars(mesh).values():
                 several = held.values() if isinstance(held, dict) else (held,)
-                stack += [one for one in several if isinstance(one, DeviceMesh)]
+                stack += [value for value in several if isinstance(value, DeviceMesh)]
     return list(meshes.values())
 
 
@@ -65,24 +65,24 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
         yield
         return
 
-    def ours() -> list[Any]:
-        each = _each(config.post_grad_custom_post_pass)
-        return [one for one in each if hasattr(one, "graph_ready")]
+    def passes_with_reports() -> list[Any]:
+        passes = _flattened(config.post_grad_custom_post_pass)
+        return [p for p in passes if hasattr(p, "graph_ready")]
 
     def init_with_reports(init: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # An attribute of the graph, so that caches store and load the report with it.
-        setattr(self, _REPORTS, [one.graph_compiled() for one in ours()])
-        if known.place_read:
+        setattr(self, _REPORTS, [p.graph_compiled() for p in passes_with_reports()])
+        if tracked.place_read:
             log.warning(
-                "No cache keeps a graph that is compiled for all ranks: %s", known.place_read
+                "No cache keeps a graph that is compiled for all ranks: %s", tracked.place_read
             )
-            setattr(self, _UNCACHED, _NotPickled(known.place_read))
+            setattr(self, _UNCACHED, _NotPickled(tracked.place_read))
 
     def deliver_reports(post_compile: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         post_compile(self, *args, **kwargs)
-        for one, report in zip(ours(), getattr(self, _REPORTS, ()), strict=False):
-            one.graph_ready(report)
+        for p, report in zip(passes_with_reports(), getattr(self, _REPORTS, ()), strict=False):
+            p.graph_ready(report)
 
     def write_naming_file(write: _Function, path_: str, *args: Any, **kwargs: Any) -> None:
         try:
@@ -92,17 +92,17 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
                 error.filename = str(path_)
             raise
 
-    known = _Meshes(meshes)
+    tracked = _Meshes(meshes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_wrapped(CompiledFxGraph, "__init__", init_with_reports))
         stack.enter_context(_wrapped(CompiledFxGraph, "post_compile", deliver_reports))
         stack.enter_context(_wrapped(codecache, "write_atomic", write_naming_file))
         if compiles_for_all_ranks() and hasattr(DeviceMesh, "_compute_coordinate_on_dim"):
             for name, wrapper in (
-                ("__getstate__", known.without_rank),
-                ("__setstate__", known.with_this_rank),
-                ("get_local_rank", known.read_place),
-                ("get_coordinate", known.read_coordinate),
+                ("__getstate__", tracked.without_rank),
+                ("__setstate__", tracked.with_this_rank),
+                ("get_local_rank", tracked.read_place),
+                ("get_coordinate", tracked.read_coordinate),
             ):
                 stack.enter_context(_wrapped(DeviceMesh, name, wrapper))
         yield
@@ -140,20 +140,20 @@ class _Meshes:
     """
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
-        self._known = list(meshes)
+        self._meshes = list(meshes)
         self.place_read = ""
 
     def without_rank(self, getstate: _Function, mesh: DeviceMesh) -> dict[str, Any]:
-        self._known.append(mesh)  # a key is pickled before its entry is loaded
+        self._meshes.append(mesh)  # a key is pickled before its entry is loaded
         state: dict[str, Any] = getstate(mesh)
         return {name: value for name, value in state.items() if name not in _RANK_FIELDS}
 
     def with_this_rank(self, setstate: _Function, mesh: DeviceMesh, state: dict[str, Any]) -> None:
         setstate(mesh, state)
-        own = next((known for known in self._known if known == mesh), None)
-        if own is None:  # torch compiles where an entry can't be loaded
+        original = next((m for m in self._meshes if m == mesh), None)
+        if original is None:  # torch compiles where an entry can't be loaded
             raise RuntimeError(f"a cache entry has {mesh}, which the graph here lacks")
-        own_fields = {name: vars(own)[name] for name in _RANK_FIELDS if name in vars(own)}
+        own_fields = {name: vars(original)[name] for name in _RANK_FIELDS if name in vars(original)}
         setstate(mesh, state | own_fields)
 
     def read_place(self, get: _Function, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
@@ -169,19 +169,19 @@ class _Meshes:
 class _Coordinate(tuple[int, ...]):
     """A rank's coordinate in a mesh that reports when a number is read from it."""
 
-    _taken: Callable[[], Any]
+    _when_read: Callable[[], Any]
 
-    def __new__(cls, place: tuple[int, ...], taken: Callable[[], Any]) -> _Coordinate:
+    def __new__(cls, place: tuple[int, ...], when_read: Callable[[], Any]) -> _Coordinate:
         coordinate = super().__new__(cls, place)
-        coordinate._taken = taken
+        coordinate._when_read = when_read
         return coordinate
 
-    def __getitem__(self, at: Any) -> Any:
-        self._taken()
-        return super().__getitem__(at)
+    def __getitem__(self, key: Any) -> Any:
+        self._when_read()
+        return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[int]:
-        self._taken()
+        self._when_read()
         return super().__iter__()
 
 
@@ -195,12 +195,12 @@ class _NotPickled:
         raise pickle.PicklingError(self.why)
 
 
-def _each(passes: Any) -> Iterator[Any]:
+def _flattened(passes: Any) -> Iterator[Any]:
     """Yield the passes of a config entry: one, several, or several joined into one."""
     if isinstance(passes, (list, tuple)):
-        for one in passes:
-            yield from _each(one)
+        for entry in passes:
+            yield from _flattened(entry)
     elif isinstance(getattr(passes, "passes", None), tuple):  # as compile_inductor does on 2.11
-        yield from _each(passes.passes)
+        yield from _flattened(passes.passes)
     else:
         yield passes

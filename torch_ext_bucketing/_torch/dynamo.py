@@ -23,11 +23,11 @@ import torch.fx as fx
 
 from ..fqns import canonical_fqn, parameters_by_name
 from . import private_torch
-from .aot import input_key
+from .aot import fake_mode_of, input_key
 from .fsdp2 import is_distributed, is_part, shard_of
 
 with private_torch():
-    from torch._dynamo import OptimizedModule, lookup_backend
+    from torch._dynamo import OptimizedModule, callback_handler, lookup_backend
     from torch._dynamo.comptime import comptime as while_tracing
     from torch._guards import CompileContext, TracingContext, tracing
     from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
@@ -45,6 +45,9 @@ _STEP = re.compile(
     r"""|\[(?P<index>\d+)\]"""
 )
 _ROOT = re.compile(r"""^(?:L\[['"]args['"]\]\[0\]|L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
+
+# Operators that take parameters which their functions read as operands, and not as ``DTensor``.
+_BRANCHES = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}
 
 # A weak and ordered set, the newest model last.
 _roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
@@ -66,9 +69,9 @@ def names_are_relative_to(
     """
     _roots.pop(model, None)
     _roots[model] = None
-    known = frozenset(name for name, _, _ in parameters_by_name(model))
-    for each in passes:
-        _made_for[each] = (lambda: model) if keep else weakref.ref(model), known
+    fqns = frozenset(name for name, _, _ in parameters_by_name(model))
+    for p in passes:
+        _made_for[p] = (lambda: model) if keep else weakref.ref(model), fqns
 
 
 def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
@@ -79,9 +82,9 @@ def registered_model(
     parameter: Any, model: torch.nn.Module | None = None
 ) -> torch.nn.Module | None:
     """Return ``model``, or the model registered last, if it has this parameter; else None."""
-    for one in _models(model):
-        if any(p is parameter for _, p, _ in parameters_by_name(one)):
-            return one
+    for candidate in _models(model):
+        if any(p is parameter for _, p, _ in parameters_by_name(candidate)):
+            return candidate
     return None
 
 
@@ -94,9 +97,47 @@ def local_while_tracing(context: Any, name: str) -> Any:
     return variable.value
 
 
+def branch_while_tracing(context: Any) -> str | None:
+    """Return the operator whose branch or body Dynamo traces, such as ``cond``, or None."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    tracer = translator.output.current_tracer
+    while tracer is not None:
+        name = getattr(tracer.source_target, "__name__", None)
+        if name in _BRANCHES:
+            return str(name)
+        tracer = tracer.parent
+    return None
+
+
 def wrapped_by_compile(module: torch.nn.Module) -> torch.nn.Module | None:
     """Return the module that ``torch.compile(module)`` made this one of, or None."""
     return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def forget_tensors_when_compiled(gm: fx.GraphModule) -> None:
+    """Drop Dynamo's references to the parameters of a compile when it ends.
+
+    ``Module.to()`` and ``to_empty()`` swap a sharded parameter, which ``torch.utils.swap_tensors``
+    refuses while a weak reference to it exists. Dynamo drops its own for backends that it has
+    registered (``clear_compile_context_weakrefs``, since 2.13).
+    """
+    context: Any = TracingContext.try_get()
+    if context is None:  # not called by Dynamo
+        return
+    inputs = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    modes = {context.fake_mode, *(fake_mode_of(value) for value in inputs)} - {None}
+
+    def forget(_: Any) -> None:
+        # A new list: the old one is iterated now.
+        callbacks = callback_handler.end_callbacks
+        callback_handler.end_callbacks = [c for c in callbacks if c is not forget]
+        context.tensor_to_context.clear()
+        for mode in modes:
+            describer = mode.fake_tensor_converter.meta_converter.describer
+            describer.lookup_tensor.clear()
+            describer.lookup_storage.clear()
+
+    callback_handler.register_end_callback(forget)
 
 
 def is_first_compile() -> bool:
@@ -124,36 +165,42 @@ def input_fqns(
     traced. A name of the last sort that a recipe's model has not, or another input has, is a guess.
     Also returns Dynamo's expressions of sharded parameters without a name or with a guessed one.
     """
-    reference, known = next((_made_for[p] for p in passes if p in _made_for), (None, None))
+    reference, names = next((_made_for[p] for p in passes if p in _made_for), (None, None))
     first = reference() if model is None and reference is not None else None
     by_identity: dict[int, str] = {}  # only looked up: ids must not decide an order
-    for one in ([] if first is None else [first]) + _models(model):
+    for module in ([] if first is None else [first]) + _models(model):
         for registered in (False, True):  # shards, and what FSDP2 gathered around the graph
-            for name, parameter, _ in parameters_by_name(one, registered):
+            for name, parameter, _ in parameters_by_name(module, registered):
                 by_identity.setdefault(id(parameter), name)
     fqns: dict[int, str] = {}
-    others: list[tuple[int, Any, Any]] = []
+    unnamed: list[tuple[int, Any, Any]] = []
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = example_inputs[index] if index < len(example_inputs) else None
-        given = _grapharg_example(placeholder)
-        fqn = by_identity.get(id(given)) or by_identity.get(id(example))
+        traced = _grapharg_example(placeholder)
+        traced = getattr(traced, "_sums_gradients_of", traced)
+        fqn = by_identity.get(id(traced)) or by_identity.get(id(example))
         if fqn is not None:
             fqns[index] = fqn
         else:
             source = getattr(placeholder, "_dynamo_source", None)
-            others.append((index, source, example if given is None else given))
+            unnamed.append((index, source, example if traced is None else traced))
     # A source is only relative to the compiled module, so it must not take a name that is known.
     guessed = []
-    taken = set(fqns.values())
-    for index, source, tensor in others:
+    used = set(fqns.values())
+    for index, source, tensor in unnamed:
         fqn = source_fqn(source) if model is None and source is not None else None
-        is_free = fqn not in taken
+        is_free = fqn not in used
         if fqn is not None and is_free:
             fqns[index] = fqn
-        is_known = fqn is not None and is_free and (known is None or fqn in known)
+        is_known = fqn is not None and is_free and (names is None or fqn in names)
         if not is_known and isinstance(tensor, torch.nn.Parameter) and is_distributed(tensor):
             guessed.append("?" if source is None else str(source.name))
     return fqns, guessed
+
+
+def sums_gradients_of(leaf: torch.Tensor, param: torch.nn.Parameter) -> None:
+    """Name ``leaf``, an input of later graphs, as ``param``, whose gradients it accumulates."""
+    leaf._sums_gradients_of = param  # type: ignore[attr-defined]
 
 
 def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[torch.Tensor]]]:
@@ -288,16 +335,16 @@ def compile_variant(
 
 def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy the nodes of ``gm``, which compilers change; the modules and tensors are shared."""
-    graph, at = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(gm.graph, at))
-    for old, new in at.items():
+    graph, new_node = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(gm.graph, new_node))
+    for old, new in new_node.items():
         source = getattr(old, "_dynamo_source", None)  # of a placeholder, beside its meta
         if source is not None:
             new._dynamo_source = source  # type: ignore[attr-defined]
-    made = fx.GraphModule(gm, graph)
-    vars(made).update({name: v for name, v in vars(gm).items() if name not in vars(made)})
-    made.meta = dict(gm.meta)
-    return made
+    copied = fx.GraphModule(gm, graph)
+    vars(copied).update({name: v for name, v in vars(gm).items() if name not in vars(copied)})
+    copied.meta = dict(gm.meta)
+    return copied
 
 
 def keep_json(name: str, data: Any, is_written: bool = False) -> None:

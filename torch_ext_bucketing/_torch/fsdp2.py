@@ -41,7 +41,9 @@ with private_torch():
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import (
+        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+    )
 
 # Whether this torch packs reduce-scatters by gradient dtype (since 2.15), keeps the dtype of a
 # gradient that is wider than its parameter (2.15), finds inputs in dataclasses (2.12), and casts
@@ -67,9 +69,9 @@ def blocks_of(tensor: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
     cut = {dim for _, dim in sharded_dims(tensor)}
     spans = [range(n) if d in cut else (0,) for d, n in enumerate(mesh)]
     parts = {}
-    for at in itertools.product(*spans):
-        shape, offset = part(tensor.shape, mesh, list(at), tensor.placements)
-        parts[at] = (*offset, *shape)
+    for coordinate in itertools.product(*spans):
+        shape, offset = part(tensor.shape, mesh, list(coordinate), tensor.placements)
+        parts[coordinate] = (*offset, *shape)
     return parts
 
 
@@ -256,8 +258,8 @@ def sharded_parameter(managed: FSDPParam, registered: torch.Tensor) -> torch.Ten
 def places_of(managed: FSDPParam) -> list[tuple[nn.Module, str]]:
     """List the modules that share a parameter, each with its name there."""
     info = managed._module_info
-    others = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [(info.module, info.param_name), *others]
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
 
 
 def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
@@ -393,11 +395,16 @@ def is_inner_state(state: FSDPState) -> bool:
     return state._is_root is False
 
 
+def has_not_run(state: FSDPState) -> bool:
+    """Return whether FSDP2's hooks have run neither for the state nor for a module around it."""
+    return state._is_root is None
+
+
 def policy_for(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
     """Return a unit's policy for one parameter, by ``param_dtype_override_fn`` (since 2.15)."""
     resolve = getattr(policy, "_resolve_for_param", None)
-    own: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
-    return own
+    resolved: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
+    return resolved
 
 
 def sent(
@@ -556,14 +563,16 @@ def _grad_dtype(fsdp_param: Any) -> Hashable:
 def _groups_in_order(states: Sequence[FSDPState]) -> list[tuple[FSDPState, FSDPParamGroup]]:
     """Return states and their param groups in the order of the ``fully_shard`` calls."""
     # A state does not record when it was made, but the calls fill this table in their order.
-    made = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
-    return [(state, group) for state in made if state in states for group in groups_of(state)]
+    in_order = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
+    return [(state, group) for state in in_order if state in states for group in groups_of(state)]
 
 
 def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:
     """Return all FQNs of an ``FSDPParam``, the one of ``model.named_parameters()`` first."""
     info = fsdp_param._module_info
-    fqns = names.get(info.module._parameters.get(info.param_name), ())
+    registered = info.module._parameters.get(info.param_name)
+    # Eager FSDP2's modules are read as they are, ours as shards (`parameters_by_name`).
+    fqns = names.get(registered) or names.get(sharded_parameter(fsdp_param, registered), ())
     if not fqns:
         raise ValueError(
             f"a fully_shard() unit of this model holds {info.param_name!r} of a "

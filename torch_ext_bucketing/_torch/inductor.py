@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ def sort_topologically(graph: fx.Graph) -> None:
     # a graph to plan.
     placed: dict[fx.Node, None] = {}
     waiting: dict[fx.Node, list[fx.Node]] = {}
-    left = [node for node in reversed(graph.nodes) if node.op != "output"]
-    size = len(left)
-    while left:
-        node = left.pop()
+    unsorted = [node for node in reversed(graph.nodes) if node.op != "output"]
+    size = len(unsorted)
+    while unsorted:
+        node = unsorted.pop()
         if any(need not in placed for need in node.all_input_nodes):
             needs: list[fx.Node] = []
             fx.map_arg((node.args, node.kwargs), needs.append)
@@ -44,7 +44,7 @@ def sort_topologically(graph: fx.Graph) -> None:
         if before is not None and before.next is not node:
             before.append(node)
         placed[node] = None
-        left += reversed(waiting.pop(node, []))
+        unsorted += reversed(waiting.pop(node, []))
     if len(placed) != size:
         raise ValueError("the graph has a cycle")
 
@@ -57,10 +57,28 @@ def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> N
     preserve_node_ordering(graph, {node: OrderedSet(first) for node, first in before.items()})
 
 
+def keep_dense(nodes: Iterable[fx.Node]) -> None:
+    """Let Inductor leave no gaps between the rows of some results (``comprehensive_padding``)."""
+    # Rows of a bucket that are not a multiple of 128 bytes would be padded, and the whole bucket
+    # copied for the collective, which sends it as one piece. Inductor does not look into nodes that
+    # run_after() wraps, but reads this there, too.
+    for node in nodes:
+        node.meta["dislike_padding"] = True
+
+
 try:
     from torch._inductor.custom_graph_pass import CustomPassBase
 except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
     CustomPassBase = CustomGraphPass
+
+
+NO_HOLDS = {"allow_buffer_reuse": False}
+"""Inductor's options for code that frees each buffer at its last use.
+
+By default it holds one until the next of equal size, while its own estimate of the peak is not
+exceeded. That estimate counts a bucket and its parts, so the bucket of one layer would be held for
+the next one's. The allocator reuses memory that was freed.
+"""
 
 
 def check_passes_run_here() -> None:
@@ -86,6 +104,7 @@ def compile_inductor(
     mode: str | None = None,
     cacheable: Mapping[str, str] | None = None,
     prefetch: int | None = None,
+    holds: bool = True,
     meshes: Sequence[Any] = (),
     extend: Callable[[fx.GraphModule], tuple[list[Any], Wrap]] | None = None,
     check: Wrap | None = None,
@@ -98,6 +117,7 @@ def compile_inductor(
         options: options of ``torch.compile``, and its ``mode``.
         cacheable: names of functions whose calls AOTAutograd may cache, with their digests.
         prefetch: depth of torch's overlap scheduling, if it is on and has no depth.
+        holds: whether code may hold a buffer after its last use, for a later one of equal size.
         meshes: see :func:`.watched_caches`.
         extend: changes the forward and backward graphs; returns fake tensors for inputs that it has
             added, and a wrapper that adds their values. AOTAutograd's cache is off then, since it
@@ -122,6 +142,7 @@ def compile_inductor(
         "bucket_all_gathers_fx": "none",
         "bucket_reduce_scatters_fx": "none",
         "bucket_all_reduces_fx": "none",
+        **({} if holds else NO_HOLDS),
         "custom_partitioner_fn": Partitioner(
             options.get("custom_partitioner_fn", config.custom_partitioner_fn)
         ),
@@ -135,8 +156,8 @@ def compile_inductor(
             patches[f"aten_distributed_optimizations.{entry}"] = False
     with config.patch(options):  # these may switch overlap scheduling on for this compile
         overlaps = config.aten_distributed_optimizations.enable_overlap_scheduling
-        given = config.aten_distributed_optimizations.max_compute_pre_fetch
-    if prefetch is not None and overlaps and given is None:
+        configured = config.aten_distributed_optimizations.max_compute_pre_fetch
+    if prefetch is not None and overlaps and configured is None:
         patches["aten_distributed_optimizations.max_compute_pre_fetch"] = prefetch
 
     @functools.wraps(compile_fx_inner)
@@ -170,8 +191,8 @@ def uses_cuda_graphs(options: dict[str, Any] | None = None, mode: str | None = N
     with private_torch():
         from torch._inductor import config
 
-    given = {**mode_options(mode), **(options or {})}
-    return bool(given.get("triton.cudagraphs", config.triton.cudagraphs))
+    settings = {**mode_options(mode), **(options or {})}
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
@@ -182,13 +203,13 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return {} if mode is None else dict(list_mode_options(mode))
 
 
-def _in_turn(given: Any, ours: CustomGraphPass) -> Any:
+def _in_turn(present: Any, added: CustomGraphPass) -> Any:
     """Return a config value that runs the passes that the user has set, then ours."""
     try:
         from torch._inductor.custom_graph_pass import get_custom_graph_passes
     except ImportError:  # torch 2.11 takes one pass
-        return ours if given is None else _InTurn(given, ours)
-    return (*get_custom_graph_passes(given), ours)
+        return added if present is None else _InTurn(present, added)
+    return (*get_custom_graph_passes(present), added)
 
 
 class _InTurn(CustomGraphPass):
@@ -198,8 +219,8 @@ class _InTurn(CustomGraphPass):
         self.passes = (first, second)
 
     def __call__(self, graph: fx.Graph) -> None:
-        for one in self.passes:
-            one(graph)
+        for p in self.passes:
+            p(graph)
 
     def uuid(self) -> Any:
         uuids = [p.uuid() if hasattr(p, "uuid") else None for p in self.passes]
@@ -340,9 +361,9 @@ def cublas_workspace_bytes() -> int:
     """Return the bytes of one of cuBLAS's workspaces on the current device."""
     # Pairs of KiB and counts. Without them torch takes 32 MiB from compute capability 9.0 on, which
     # counts without a device, too; else 8.1 MiB (``aten/src/ATen/cuda/CublasHandlePool.cpp``).
-    given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if given:
-        return sum(int(size) * int(count) for size, count in given) * _KIB
+    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if sizes:
+        return sum(int(size) * int(count) for size, count in sizes) * _KIB
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
     return _OTHERS if old else _HOPPER
 

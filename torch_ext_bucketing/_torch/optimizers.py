@@ -26,18 +26,18 @@ def make_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> None:
     """Make the state of a parameter as the first ``step()`` does, without a step."""
-    given, parameter.grad = parameter.grad, parameter.detach()  # only its presence matters
+    gradient, parameter.grad = parameter.grad, parameter.detach()  # only its presence matters
     try:
         alone = {**group, "params": [parameter]}
-        of: Any = optimizer
+        owner: Any = optimizer
         if isinstance(optimizer, MuonOfEach):
-            of = super(MuonOfEach, optimizer)  # of the stack, not of each matrix
+            owner = super(MuonOfEach, optimizer)  # of the stack, not of each matrix
         with private_torch():
-            make = of._init_group
+            make = owner._init_group
         lists = len(inspect.signature(make).parameters) - 1  # which it fills
         make(alone, *([] for _ in range(lists)))
     finally:
-        parameter.grad = given
+        parameter.grad = gradient
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -76,9 +76,9 @@ class MuonOfEach(torch.optim.Muon):
     def _init_group(
         self, group: Any, params: list[Tensor], grads: list[Tensor], momentum: list[Tensor]
     ) -> bool:
-        given: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-        is_complex = super()._init_group(group, *given)
-        for out, tensors in zip((params, grads, momentum), given, strict=True):
+        lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        is_complex = super()._init_group(group, *lists)
+        for out, tensors in zip((params, grads, momentum), lists, strict=True):
             out += matrices_in(tensors)
         return is_complex
 
@@ -101,7 +101,7 @@ _BETWEEN_RANKS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_S
 def actions_of(schedule: Any) -> list[tuple[tuple[int, str], ...]]:
     """Return this rank's actions in a step: stage and kind, of both if two overlap."""
     return [
-        tuple((one.stage_index, one.computation_type.value) for one in a.sub_actions or (a,))
+        tuple((sub.stage_index, sub.computation_type.value) for sub in a.sub_actions or (a,))
         for a in schedule.pipeline_order_with_comms[schedule.rank]
     ]
 

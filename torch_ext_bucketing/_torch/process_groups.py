@@ -84,13 +84,13 @@ def has_peers(group: Any) -> bool:
 
 def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
     """Create a group of each row of the default group's ranks; return this rank's group."""
-    mine = None
+    own_group = None
     for row in rows:
         group = dist.new_group(list(row), backend=backend)
         if dist.get_rank() in row:
-            mine = group
-    assert mine is not None
-    return mine
+            own_group = group
+    assert own_group is not None
+    return own_group
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ _CUDNN_FIRST = ("H100", "H200", "B200")
 
 _aten = torch.ops.aten
 
-_Given: TypeAlias = tuple[
+_Inputs: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool
 ]
 """Query, key, value, mask, probability of dropout, and whether attention is causal."""
@@ -78,8 +78,8 @@ def fake_tensors(gpu: str | None) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             for name, method in _of_meshes():
-                made = real(getattr(method, "__func__", method))
-                patched = staticmethod(made) if isinstance(method, staticmethod) else made
+                wrapped = real(getattr(method, "__func__", method))
+                patched = staticmethod(wrapped) if isinstance(method, staticmethod) else wrapped
                 stack.enter_context(mock.patch.object(DeviceMesh, name, patched))
             if gpu is not None:
                 from torch.nn.attention import flex_attention
@@ -115,8 +115,8 @@ class OnCpu(TorchFunctionMode):
             return args[0]
         moves = func is torch.Tensor.to
         args = tuple(_on_cpu(a, moves) for a in args)
-        given = {k: _on_cpu(v, k == "device") for k, v in (kwargs or {}).items()}
-        return func(*args, **given)
+        kwargs_on_cpu = {k: _on_cpu(v, k == "device") for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs_on_cpu)
 
 
 def _on_cpu(value: Any, named: bool) -> Any:
@@ -148,10 +148,10 @@ def _attention_of(gpu: str) -> Iterator[None]:
         order = [SDPBackend(n) for n in torch._C._get_sdp_priority_order()]
         if first is not None and [int(b) for b in order] == default:
             order = [first, *(b for b in order if b != first)]
-        given = (q, k, v, attn_mask, dropout_p, is_causal)
+        inputs = (q, k, v, attn_mask, dropout_p, is_causal)
         for kernel in order:
-            if _takes(kernel, given):
-                return _call(kernel, given, scale, enable_gqa)
+            if _takes(kernel, inputs):
+                return _call(kernel, inputs, scale, enable_gqa)
         raise RuntimeError(f"no attention kernel that is switched on takes these inputs on {gpu}")
 
     # Compiles make torch remember which kernel the operator has.
@@ -167,8 +167,8 @@ def _attention_of(gpu: str) -> Iterator[None]:
 
 # The rules for dense inputs are those of torch's aten/src/ATen/native/transformers/cuda/
 # sdp_utils.cpp on Ampere and later (cuDNN 9.11 and later), and on ROCm but for wider heads.
-def _takes(kernel: SDPBackend, given: _Given) -> bool:
-    q, k, v, mask, dropout, causal = given
+def _takes(kernel: SDPBackend, inputs: _Inputs) -> bool:
+    q, k, v, mask, dropout, causal = inputs
     enabled = {
         SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
         SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
@@ -195,8 +195,10 @@ def _takes(kernel: SDPBackend, given: _Given) -> bool:
     return half and fits and whole and not torch.are_deterministic_algorithms_enabled()
 
 
-def _call(kernel: SDPBackend, given: _Given, scale: float | None, enable_gqa: bool) -> torch.Tensor:
-    q, k, v, mask, dropout, causal = given
+def _call(
+    kernel: SDPBackend, inputs: _Inputs, scale: float | None, enable_gqa: bool
+) -> torch.Tensor:
+    q, k, v, mask, dropout, causal = inputs
     out: torch.Tensor
     if kernel == SDPBackend.MATH:
         attend = _aten._scaled_dot_product_attention_math
@@ -252,7 +254,7 @@ def results_alone(
             return number(value)
         if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
             return value
-        size, stride = ([number(n) for n in of] for of in (value.shape, value.stride()))
+        size, stride = ([number(n) for n in sizes] for sizes in (value.shape, value.stride()))
         return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
 
     def run(args: Sequence[Any]) -> list[Any]:
@@ -270,9 +272,9 @@ def reads_values(error: BaseException) -> bool:
             DynamicOutputShapeException,
         )
 
-    at: BaseException | None = error
-    while at is not None and not isinstance(
-        at, DataDependentOutputException | DynamicOutputShapeException
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(
+        cause, DataDependentOutputException | DynamicOutputShapeException
     ):
-        at = at.__cause__ or at.__context__
-    return at is not None
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None

@@ -27,19 +27,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.edits import Snapshot
+from ..graph.layout import merged_cast
 from ..graph.nodes import Kind
 from ..reports.base import LeftAlone, LeftCause
 from ..reports.compile import ClosedBy, NotMerged
-
-_aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
-_prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,13 @@ def merge_groups(
     that would close a cycle goes into a further bucket of its group.
     """
     contracted = Contraction(analysis)
-    buckets, splits, left = list[Bucket](), list[str](), list[LeftAlone]()
+    buckets, splits, alone = list[Bucket](), list[str](), list[LeftAlone]()
     # One contraction for all groups: several buckets may form a cycle that no single one shows.
     for unit, candidates in groups:
-        first, rest = candidates[0], list(candidates)
+        first, remaining = candidates[0], list(candidates)
         # A group of one has nothing to merge, and is not reported.
-        while rest and len(candidates) > 1:
-            members, rest, detail = _fill(contracted, rest)
+        while remaining and len(candidates) > 1:
+            members, remaining, detail = _fill(contracted, remaining)
             if members[0] is not first:
                 splits += [
                     f"{c.start.name} depends on the bucket of {first.start.name} or is needed by "
@@ -101,30 +97,30 @@ def merge_groups(
                     for c in members
                 ]
             if len(members) > 1:
-                closed_by: ClosedBy = "dependency" if rest else "end"
+                closed_by: ClosedBy = "dependency" if remaining else "end"
                 starts = tuple(c.start for c in members)
                 buckets.append(Bucket(first.kind, unit, starts, closed_by, detail))
             else:
                 why = "nothing can be merged with it without a cycle"
-                left.append(left_alone(members[0], why))
+                alone.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: contracted.position(b.members[0]))
-    return MergePlan(tuple(buckets), ineligible=tuple(left), splits=tuple(splits))
+    return MergePlan(tuple(buckets), ineligible=tuple(alone), splits=tuple(splits))
 
 
 def _fill(
     contracted: Contraction, candidates: list[Collective]
 ) -> tuple[list[Collective], list[Collective], str]:
-    """Fill the first candidate's bucket; return its members, the rest, and the first reason."""
+    """Fill the first candidate's bucket; return its members, the others, and the first reason."""
     contracted.open(candidates[0].start)
-    members, rest, detail = [candidates[0]], [], ""
+    members, refused, detail = [candidates[0]], [], ""
     for c in candidates[1:]:
         if contracted.try_add(c.start):
             members.append(c)
         else:
-            rest.append(c)
+            refused.append(c)
             detail = detail or contracted.why(c.start)
     contracted.close()
-    return members, rest, detail
+    return members, refused, detail
 
 
 def checked_plan(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
@@ -213,19 +209,19 @@ class Contraction:
                 continue
             mask = 0
             for arg in node.all_input_nodes:
-                left = uses.get(arg)
-                if left is None:
+                uses_left = uses.get(arg)
+                if uses_left is None:
                     raise ValueError(
                         f"{node.name} stands before its input {arg.name}: sort the graph "
                         "topologically before planning"
                     )
-                theirs = needs[arg]
+                argument_needs = needs[arg]
                 # Most nodes add nothing: share the set, so that memory grows with the starts.
-                if theirs is not mask and (both := mask | theirs) != mask:
-                    mask = theirs if both == theirs else both
-                if left == 1:  # its last use: memory follows the graph's width, not its length
+                if argument_needs is not mask and (joined := mask | argument_needs) != mask:
+                    mask = argument_needs if joined == argument_needs else joined
+                if uses_left == 1:  # its last use: memory follows the graph's width, not its length
                     del needs[arg]
-                uses[arg] = left - 1
+                uses[arg] = uses_left - 1
             if node in analysis.kinds:
                 self._index[node] = len(self.starts)
                 self._up.append(mask)
@@ -260,12 +256,12 @@ class Contraction:
 
     def try_add(self, start: fx.Node) -> bool:
         """Add ``start`` to the open bucket if that closes no cycle; return whether it was added."""
-        index, now = self._index[start], self._open
+        index, old = self._index[start], self._open
         if self._write_between(index) is not None:
             return False
         bits, up = self._own(index)
         # Starts that the bucket reached stay settled: only the new member's needs are followed.
-        joined = _Contracted(now.members | bits, *self._closure(now.reach | up, now.settled))
+        joined = _Contracted(old.members | bits, *self._closure(old.reach | up, old.settled))
         # A member that another one needs, directly or through buckets, would be its own input.
         if joined.reach & joined.members:
             return False
@@ -293,23 +289,27 @@ class Contraction:
         return self._alone.get(index, self._open_alone)
 
     def close(self) -> None:
-        """Contract the members of the open bucket to one node."""
-        ended, self._open = self._open, _Contracted()
-        members = ended.members
-        if not members & (members - 1):
+        """Contract the open bucket's members: a start that needs one of them needs them all.
+
+        A bucket of at most one start contracts nothing.
+        """
+        closed, self._open = self._open, _Contracted()
+        if closed.members.bit_count() < 2:
             return
-        bits = _bits(members)
-        for old in dict.fromkeys(self._bucket_of[i] for i in bits if i in self._bucket_of):
-            # The old bucket is absorbed; invalidate the closures that reach it.
-            for closed in self._closed:
-                closed.settled &= ~old.members
-            self._closed.remove(old)
-        if ended.reach:  # most gathers reach no other start and need no closure
-            self._merged |= members
-        ended.reach |= members
-        ended.settled = ended.reach & self._merged
-        self._closed.append(ended)
-        self._bucket_of.update(dict.fromkeys(bits, ended))
+        starts = _bits(closed.members)
+        # A member of an earlier bucket has brought that whole bucket along: it ends here.
+        for absorbed in dict.fromkeys(self._bucket_of.get(i) for i in starts):
+            if absorbed is not None:
+                self._closed.remove(absorbed)
+                # What reached its members now reaches more, and has to be followed again.
+                for earlier in self._closed:
+                    earlier.settled &= ~absorbed.members
+        if closed.reach:  # most gathers reach no other start and need no closure
+            self._merged |= closed.members
+        closed.reach |= closed.members
+        closed.settled = closed.reach & self._merged
+        self._closed.append(closed)
+        self._bucket_of.update(dict.fromkeys(starts, closed))
 
     def _own(self, index: int) -> tuple[int, int]:
         bucket = self._bucket_of.get(index)
@@ -338,36 +338,21 @@ def _bits(mask: int) -> list[int]:
     return indices
 
 
-def merged_cast(start: fx.Node) -> fx.Node | None:
-    """Find the cast before a gather that the copy into the buffer can do instead, or None."""
-    cast = start.args[0]
-    if (
-        start.target is not _c10d.all_gather_into_tensor.default
-        or not isinstance(cast, fx.Node)
-        or cast.target not in (_prims.convert_element_type.default, _aten._to_copy.default)
-        or len(cast.users) != 1
-    ):
-        return None
-    source = cast.args[0]
-    assert isinstance(source, fx.Node)
-    return cast if source.meta["val"].device == cast.meta["val"].device else None
-
-
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 
 
 class _NoCollectives(TorchDispatchMode):
-    def __init__(self, what: str) -> None:
+    def __init__(self, hooks: str) -> None:
         super().__init__()
-        self._what = what
+        self._hooks = hooks
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace in _NAMESPACES:
             raise RuntimeError(
-                f"{self._what} called the collective {func}, which waits for ranks that may not be "
-                "compiling this graph: communicate before compiling"
+                f"{self._hooks} called the collective {func}, which waits for ranks that may not "
+                "be compiling this graph: communicate before compiling"
             )
         return func(*args, **(kwargs or {}))
 
@@ -379,15 +364,15 @@ def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
     Of ``hooks``, by name, those that are not callable are ignored. A ``RuntimeError`` names a hook
     that called a collective or changed the graph, which is restored.
     """
-    what = " or ".join(name for name, hook in hooks.items() if callable(hook))
-    if not what:
+    names = " or ".join(name for name, hook in hooks.items() if callable(hook))
+    if not names:
         yield
         return
     snapshot = Snapshot(graph)
     failed: Exception | None = None
     # A hook that changes the graph and then fails is reported for the change: that is the cause.
     try:
-        with _NoCollectives(what):
+        with _NoCollectives(names):
             yield
     except Exception as error:
         failed = error
@@ -395,7 +380,7 @@ def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
     if difference:
         snapshot.restore()
         raise RuntimeError(
-            f"{what} changed the graph ({difference}); it may only read it. The graph was restored"
+            f"{names} changed the graph ({difference}); it may only read it. The graph was restored"
         ) from failed
     if failed is not None:
         raise failed

@@ -22,6 +22,7 @@ number of elements of all members, ``n`` the number of ranks::
         a -> rows [n, a/n] \                                     / part -> view [a0 / n, .]
                             cat [n, p/n] -> view [p] -> RS [p/n]
         b -> rows [n, b/n] /                          (wait)     \ part -> view [b0 / n, .]
+                                                   of several parts of one gradient: part -> clone
 
     all_reduce: flat, cat [p], AR [p], parts as above
 
@@ -51,9 +52,10 @@ from .._torch.inductor import sort_topologically
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
 from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.edits import evaluate, unchanged_on_error
-from ..graph.nodes import Kind, group_name, group_size, kind_of, paused_gc, set_member_tags
+from ..graph.layout import Layout
+from ..graph.nodes import Kind, group_name, paused_gc, set_member_tags
 from ..reports.compile import GRAPH_ORDER, NO_KEY, BucketReport, GraphReport, PayloadMember, emit
-from .contraction import Bucket, MergePlan, merged_cast, reading_only
+from .contraction import Bucket, MergePlan, reading_only
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -65,20 +67,6 @@ _Merged: TypeAlias = tuple[fx.Node, list[fx.Node]]
 """The start of a bucket, and each member's result, in payload order."""
 
 
-def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the value that a bucket reads for each member: before its cast if packing casts."""
-    casts = [None if are_mixed(members) else merged_cast(member) for member in members]
-    return [
-        (member if cast is None else cast).all_input_nodes[0]
-        for member, cast in zip(members, casts, strict=True)
-    ]
-
-
-def are_mixed(members: Sequence[fx.Node]) -> bool:
-    """Return whether members have several dtypes, so that they are packed as bytes."""
-    return len(dict.fromkeys(member.meta["val"].dtype for member in members)) > 1
-
-
 def pack(
     graph: fx.Graph, members: Sequence[fx.Node], payload: Sequence[fx.Node], before: fx.Node
 ) -> tuple[fx.Node, list[fx.Node]]:
@@ -88,30 +76,27 @@ def pack(
     ``payload`` orders them in the buffer. ``before`` may be a member or its wait: the graph may not
     be in topological order afterwards.
     """
-    values = packed_values(payload)
-    make = _all_gather if kind_of(members[0]) == "all_gather" else _reduction
+    layout = Layout.of(payload)
     with graph.inserting_before(before):
         writer = Writer(graph, members)
-        start, results = make(writer, payload, values)
-    for member, result, value in zip(payload, results, values, strict=True):
-        (wait,) = member.users
+        make = _all_gather if layout.kind == "all_gather" else _reduction
+        start, results = make(writer, layout)
+    for piece, result in zip(layout.pieces, results, strict=True):
+        (wait,) = piece.start.users
         wait.replace_all_uses_with(result)
-        graph.erase_node(wait)
-        given = member.all_input_nodes[0]
-        graph.erase_node(member)
-        if given is not value:  # the cast, which packing does now
-            graph.erase_node(given)
+        cast = piece.cast
+        for node in (wait, piece.start, *((cast,) if cast is not None else ())):
+            graph.erase_node(node)
     return start, writer.nodes
 
 
-def _all_gather(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
-    first = payload[0]
-    ranks, group = group_size(first), first.args[2]
-    mixed = are_mixed(payload)
-    dtype = torch.uint8 if mixed else first.meta["val"].dtype
-    sizes = [w.numel(value) for value in values]
-    flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
-    if mixed:  # from here on sizes and offsets count bytes
+def _all_gather(w: Writer, layout: Layout) -> _Merged:
+    pieces, ranks, dtype = layout.pieces, layout.ranks, layout.dtype
+    first = pieces[0].start
+    group = first.args[2]
+    sizes = [w.numel(piece.value) for piece in pieces]
+    flat = [w.reshape(piece.value, [size]) for piece, size in zip(pieces, sizes, strict=True)]
+    if layout.as_bytes:  # from here on sizes and offsets count bytes
         flat = [w.call(_aten.view.dtype, value, dtype) for value in flat]
         sizes = [w.numel(value) for value in flat]
     total = w.add(sizes)
@@ -126,45 +111,45 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]
         rank = group_by_name(group_name(first)).rank()
         where = {"dtype": dtype, "device": first.meta["val"].device, "pin_memory": False}
         out = w.new(_aten.empty.memory_format, [[whole_size]], dtype, [whole_size], where)
-        at = w.times(total, rank)
-        place = [out, 0, at, w.times(total, rank + 1)]
-        mine = w.view(_aten.slice.Tensor, place, [total], offset=at)
-        packed = w.view(_aten.copy_.default, [mine, w.cat(flat, [total])], [total], offset=at)
+        offset = w.times(total, rank)
+        bounds = [out, 0, offset, w.times(total, rank + 1)]
+        part = w.view(_aten.slice.Tensor, bounds, [total], offset=offset)
+        packed = w.view(_aten.copy_.default, [part, w.cat(flat, [total])], [total], offset=offset)
         gather, kwargs = _c10d.all_gather_into_tensor_out.default, {"out": out}
     start = w.new(gather, [packed, ranks, group], dtype, [whole_size], kwargs)
     by_rank = w.viewed(w.wait(start, [whole_size]), [ranks, total])
-    parts = w.split(by_rank, sizes, dim=1)
     results = []
-    for part, member, value, size in zip(parts, payload, values, sizes, strict=True):
-        shape = w.shape(value)
+    for part, piece, size in zip(w.split(by_rank, sizes, dim=1), pieces, sizes, strict=True):
+        shape = w.shape(piece.value)
         whole = [w.times(shape[0], ranks), *shape[1:]]
-        if ranks > 1 or mixed:  # bytes of a storage of their own are aligned
+        if piece.copied:
             part = w.copied(part, [ranks, size])
-        if mixed:
+        if layout.as_bytes:
             part = w.viewed(part, [w.times(size, ranks)])
-            part = w.call(_aten.view.dtype, part, member.meta["val"].dtype)
+            part = w.call(_aten.view.dtype, part, piece.start.meta["val"].dtype)
         results.append(w.viewed(part, whole))
     return start, results
 
 
-def _reduction(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
-    first, dtype = payload[0], values[0].meta["val"].dtype
-    scatter = kind_of(first) == "reduce_scatter"
-    ranks = group_size(first) if scatter else 1
-    sizes = [w.divided(w.numel(value), ranks) for value in values]
+def _reduction(w: Writer, layout: Layout) -> _Merged:
+    pieces, dtype = layout.pieces, layout.dtype
+    first, ranks = pieces[0].start, layout.rows or 1
+    sizes = [w.divided(w.numel(piece.value), ranks) for piece in pieces]
     total = w.add(sizes)
-    rows = [ranks] if scatter else []
+    rows = [] if layout.rows is None else [ranks]
     # A rank receives one contiguous part of the buffer: its rows of all members.
-    given = [w.reshape(value, [*rows, size]) for value, size in zip(values, sizes, strict=True)]
-    packed = w.cat(given, [*rows, total], dim=len(rows))
-    if scatter:
+    by_rank = [
+        w.reshape(piece.value, [*rows, size]) for piece, size in zip(pieces, sizes, strict=True)
+    ]
+    packed = w.cat(by_rank, [*rows, total], dim=len(rows))
+    if rows:
         packed = w.viewed(packed, [w.times(total, ranks)])
     start = w.new(first.target, [packed, *first.args[1:]], dtype, [total])
     parts = w.split(w.wait(start, [total]), sizes, dim=0)
     results = []
-    for part, value in zip(parts, values, strict=True):
-        shape = w.shape(value)
-        shape[:1] = [w.divided(size, ranks) for size in shape[:1]]
+    for part, piece in zip(parts, pieces, strict=True):
+        shape = w.shape(piece.value)
+        shape[:1] = [w.divided(length, ranks) for length in shape[:1]]
         results.append(w.viewed(part, shape))
     return start, results
 
@@ -182,8 +167,8 @@ class Writer:
         # each member as a source (``from_node``) for Inductor's provenance tracking.
         actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
         first = members[0].meta
-        kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
-        self._meta = {key: first[key] for key in kept if key in first}
+        inherited = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
+        self._meta = {key: first[key] for key in inherited if key in first}
         self._meta["from_node"] = [NodeSource(m, "bucketing_pass", actions) for m in members]
         values = [m.meta["val"] for m in members] + [m.args[0].meta["val"] for m in members]  # type: ignore[union-attr]
         self._mode = fake_mode_of(values[0])
@@ -256,11 +241,11 @@ class Writer:
 
     def reshape(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
         """Reshape ``value``, and copy it if its strides don't allow a view."""
-        given = value.meta["val"]
-        if not self._static or given.stride() != tuple(_contiguous(given.shape)):
+        tensor = value.meta["val"]
+        if not self._static or tensor.stride() != tuple(_contiguous(tensor.shape)):
             node = self._add(_aten.view.default, [value, list(shape)])
             try:
-                if self._static and 1 in given.shape and not given.is_contiguous():
+                if self._static and 1 in tensor.shape and not tensor.is_contiguous():
                     # torch 2.15 views a fake tensor of (2, 1, 2) with strides (1, 2, 2) as (4,).
                     raise ValueError("not sure to be a view")
                 return self._run(node)
@@ -297,8 +282,8 @@ class Writer:
             ends = itertools.accumulate(_numbers(sizes), initial=whole.storage_offset())
             shapes = [(*whole.shape[:-1], size) for size in _numbers(sizes)]
             node.meta["val"] = [
-                fake_tensor(self._mode, shape, strides, dtype, device, whole, at)
-                for shape, at in zip(shapes, ends, strict=False)
+                fake_tensor(self._mode, shape, strides, dtype, device, whole, offset)
+                for shape, offset in zip(shapes, ends, strict=False)
             ]
         else:
             self._run(node)
@@ -326,17 +311,17 @@ class Writer:
     def add(self, sizes: Sequence[_Size]) -> _Size:
         return functools.reduce(functools.partial(self._number, operator.add), sizes)
 
-    def times(self, one: _Size, other: _Size) -> _Size:
-        return self._number(operator.mul, one, other)
+    def times(self, a: _Size, b: _Size) -> _Size:
+        return self._number(operator.mul, a, b)
 
     def divided(self, size: _Size, ranks: int) -> _Size:
         """Divide a size that is a multiple of ``ranks``."""
         return size if ranks == 1 else self._number(operator.floordiv, size, ranks)
 
-    def _number(self, function: Any, one: _Size, other: _Size) -> _Size:
-        if isinstance(one, int) and isinstance(other, int):
-            return int(function(one, other))
-        return self._run(self._add(function, [one, other]))
+    def _number(self, function: Any, a: _Size, b: _Size) -> _Size:
+        if isinstance(a, int) and isinstance(b, int):
+            return int(function(a, b))
+        return self._run(self._add(function, [a, b]))
 
 
 def _numbers(sizes: Sequence[_Size]) -> list[int]:
@@ -435,8 +420,8 @@ def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey) -> 
                     text = f"payload_order failed at {member.format_node()}"
                     raise RuntimeError(text) from error
             try:
-                known = sorted(keys[m] for m in bucket.members if keys[m] is not None)
-                if not all(a < b or a == b for a, b in itertools.pairwise(known)):
+                ordered = sorted(keys[m] for m in bucket.members if keys[m] is not None)
+                if not all(a < b or a == b for a, b in itertools.pairwise(ordered)):
                     raise TypeError("keys without a total order, such as NaN")
             except Exception as error:
                 listed = ", ".join(f"{m.name}: {keys[m]!r}" for m in bucket.members)
@@ -452,31 +437,43 @@ def _apply_bucket(
     keys: Mapping[fx.Node, Any] | None,
     packed_by: str,
 ) -> BucketReport:
-    first, payload, keyless = members[0], list(members), list[Collective]()
+    """Order the members' payload, pack them into one collective, tag it and report it."""
+    payload, keyless = list(members), list[Collective]()
     if keys is not None:
         keyless = [m for m in members if keys[m.start] is None]
         if keyless:  # graph order is documented; a half-sorted bucket would have no known order
             packed_by = NO_KEY
         else:
             payload.sort(key=lambda m: keys[m.start])
-    layout, offset = [], 0  # bytes from the start of each rank's part of the buffer
-    for m in payload:
-        name = str(m.dtype).removeprefix("torch.")
-        layout.append(PayloadMember(m.fqns, offset, m.nbytes, m.shape, name, m.rows))
-        offset += m.nbytes
-    wire = (first.group, first.ranks, first.reduce_op)
-
-    before = first.start if bucket.kind == "all_gather" else members[-1].start.next
-    in_order = [m.start for m in payload]
-    start, new_nodes = pack(graph, bucket.members, in_order, before)
+    offsets = itertools.accumulate((m.nbytes for m in payload), initial=0)
+    layout = [
+        PayloadMember(
+            m.fqns, offset, m.nbytes, m.shape, str(m.dtype).removeprefix("torch."), m.rows
+        )
+        for m, offset in zip(payload, offsets, strict=False)
+    ]
+    first, last = members[0], members[-1]
+    before = first.start if bucket.kind == "all_gather" else last.start.next
+    start, new_nodes = pack(graph, bucket.members, [m.start for m in payload], before)
     # All new nodes have the first member's annotations. Only the start lists all members.
     set_member_tags(start, [m.tag for m in payload])
     if all(m.in_backward for m in members):
         mark_backward(new_nodes)
-    closed = (bucket.closed_by, bucket.detail, bucket.wire_bytes, bucket.cap_bytes)
-    without = tuple(", ".join(m.fqns) or m.start.name for m in keyless)
-    fields = (*wire, start.name, tuple(layout), *closed, packed_by, without)
-    return BucketReport(bucket.kind, bucket.unit, *fields)
+    return BucketReport(
+        bucket.kind,
+        bucket.unit,
+        group=first.group,
+        group_size=first.ranks,
+        reduce_op=first.reduce_op,
+        node=start.name,
+        members=tuple(layout),
+        closed_by=bucket.closed_by,
+        detail=bucket.detail,
+        wire_bytes=bucket.wire_bytes,
+        cap_bytes=bucket.cap_bytes,
+        packed_by=packed_by,
+        no_key=tuple(", ".join(m.fqns) or m.start.name for m in keyless),
+    )
 
 
 def _hoist_inputs(
@@ -492,9 +489,9 @@ def _hoist_inputs(
     """
     first = bucket.members[0]
     limit = position[first]
-    for value in packed_values(bucket.members)[1:]:
+    for piece in Layout.of(bucket.members).pieces[1:]:
         late: dict[fx.Node, None] = {}
-        stack = [value]
+        stack = [piece.value]
         while stack:
             node = stack.pop()
             if position.get(node, limit + 1) > limit and node not in late:

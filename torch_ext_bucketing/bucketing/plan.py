@@ -87,7 +87,7 @@ class ByUnit:
     def plan(self, analysis: GraphAnalysis) -> MergePlan:
         """Plan a graph in topological order."""
         uncovered: dict[str, None] = {}
-        left: list[LeftAlone] = []
+        alone: list[LeftAlone] = []
         groups: dict[tuple[int, Any, bool], list[Collective]] = {}
         for c in analysis.collectives.values():
             if c.kind not in self.kinds:
@@ -95,18 +95,18 @@ class ByUnit:
             unit, unknown = self.units.unit_of(*c.fqns), self.units.unknown(c.fqns)
             uncovered.update(dict.fromkeys(unknown))
             if unit is None:
-                left.append(_without_unit(c, unknown))
+                alone.append(_without_unit(c, unknown))
                 continue
             if c.why_not:
-                left.append(left_alone(c, c.why_not))
+                alone.append(left_alone(c, c.why_not))
                 continue
             # In a trace of a whole step, backward gathers a parameter again so that its memory is
             # free in between: don't merge that gather with forward's.
             again = c.kind == "all_gather" and c.in_backward
             groups.setdefault((unit, c.key, again), []).append(c)
-        plan = merge_groups(analysis, ((unit, mine) for (unit, *_), mine in groups.items()))
-        left += plan.ineligible
-        return replace(plan, uncovered=tuple(uncovered), ineligible=tuple(left))
+        plan = merge_groups(analysis, ((unit, members) for (unit, *_), members in groups.items()))
+        alone += plan.ineligible
+        return replace(plan, uncovered=tuple(uncovered), ineligible=tuple(alone))
 
 
 def _without_unit(c: Collective, unknown: Sequence[str]) -> LeftAlone:
@@ -221,15 +221,15 @@ class CapPlanner:
     def _fill(self, candidates: list[Collective]) -> None:
         """Plan the buckets of one bucket key."""
         cap_of = self._cap_of(candidates[0])
-        index, rest = 0, candidates
+        index, remaining = 0, candidates
         self._reached = 0  # compute nodes up to the previous bucket's last member
-        while rest:
-            cap, first = cap_of(index), rest[0]
+        while remaining:
+            cap, first = cap_of(index), remaining[0]
             self._contracted.open(first.start)
             members, filled, passed, over = [first], first.wire_bytes, list[Collective](), 0
             closed_by: ClosedBy = "end"
             detail = ""
-            for at, c in enumerate(rest[1:], 1):
+            for place, c in enumerate(remaining[1:], 1):
                 refused, why = self._refused_by(c, filled, cap)
                 if refused is None:
                     members.append(c)
@@ -239,11 +239,11 @@ class CapPlanner:
                     closed_by, detail = refused, why
                 over += c.wire_bytes if c.wire_bytes <= cap else 0
                 if refused != "bytes" or over > _PASSED_OVER * cap or filled >= cap:
-                    passed += rest[at:]
+                    passed += remaining[place:]
                     break
                 passed.append(c)
             self._end(members, filled, cap, closed_by, detail)
-            index, rest = index + 1, passed
+            index, remaining = index + 1, passed
 
     def _refused_by(self, c: Collective, filled: int, cap: int) -> tuple[ClosedBy | None, str]:
         # Cheap checks first; only the contraction's changes the bucket.
@@ -264,17 +264,17 @@ class CapPlanner:
         self._contracted.close()
         if self._max_run is not None:
             self._reached = max(self.analysis.compute_before[c.start] for c in members)
-        one = members[0]
+        first = members[0]
         if len(members) > 1:
             ordered = tuple(sorted((c.start for c in members), key=self._position))
-            self._buckets.append(Bucket(one.kind, None, ordered, closed_by, detail, filled, cap))
+            self._buckets.append(Bucket(first.kind, None, ordered, closed_by, detail, filled, cap))
             return
         if closed_by == "end":
             detail = "no other collective of its bucket key follows"
         unmerged = Unmerged(
-            one.fqns, detail, one.start.name, one.kind, one.group, filled, closed_by
+            first.fqns, detail, first.start.name, first.kind, first.group, filled, closed_by
         )
-        self._unmerged.append((self._position(one.start), unmerged))
+        self._unmerged.append((self._position(first.start), unmerged))
 
     def _cap_of(self, c: Collective) -> Callable[[int], int]:
         cap: Any = self._cap_mb
@@ -302,15 +302,15 @@ def _candidates(
 ) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
     """Return the mergeable collectives, the others, and counts of eligible ones by group."""
     mergeable: list[Collective] = []
-    left: list[LeftAlone] = []
+    alone: list[LeftAlone] = []
     counts: dict[str, dict[str, int]] = {}
     is_eligible: Callable[[Collective], Any]
     cause = LeftCause.OTHER
     if eligible == "tag":
         is_eligible, otherwise, cause = (lambda c: c.tag), UNTAGGED, LeftCause.UNTAGGED
     elif eligible == "structure":
-        ours = fsdp_starts(analysis)
-        is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
+        fsdp_collectives = fsdp_starts(analysis)
+        is_eligible = lambda c: c.start in fsdp_collectives or c.merged  # noqa: E731
         otherwise = "its place in the graph is not that of an FSDP collective"
     else:
         is_eligible, otherwise = (lambda c: eligible(c.start)), "it is not eligible"
@@ -320,21 +320,21 @@ def _candidates(
         if c.kind not in kinds and c.kind != "all_gather":
             continue
         try:
-            wanted = bool(is_eligible(c))
+            is_chosen = bool(is_eligible(c))
         except Exception as error:
             raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
-        if wanted:
+        if is_chosen:
             # A bucket counts as its members, so that planning twice gives the same plan.
             counts.setdefault(c.home, dict.fromkeys(KINDS, 0))[c.kind] += c.count
         if c.kind not in kinds:
             continue
         if c.why_not:
-            left.append(left_alone(c, c.why_not))
-        elif not wanted:
-            left.append(left_alone(c, otherwise, cause))
+            alone.append(left_alone(c, c.why_not))
+        elif not is_chosen:
+            alone.append(left_alone(c, otherwise, cause))
         else:
             mergeable.append(c)
-    return mergeable, left, counts
+    return mergeable, alone, counts
 
 
 def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
@@ -383,11 +383,11 @@ def check_caps(cap_mb: CapMb) -> None:
     caps: dict[Any, Any] = dict(cap_mb) if isinstance(cap_mb, Mapping) else {"": cap_mb}
     for group, cap in caps.items():
         if cap is not None and not callable(cap):
-            for one in cap if isinstance(cap, tuple) and cap else (cap,):
-                check_cap(one, f"cap_mb of group {group}" if group else "cap_mb")
+            for number in cap if isinstance(cap, tuple) and cap else (cap,):
+                check_cap(number, f"cap_mb of group {group}" if group else "cap_mb")
 
 
-def check_cap(cap: Any, what: str) -> None:
-    """Raise a ValueError that names ``what`` unless ``cap`` is a positive number of MiB."""
+def check_cap(cap: Any, name: str) -> None:
+    """Raise a ValueError that has ``name`` unless ``cap`` is a positive number of MiB."""
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
-        raise ValueError(f"{what} must be a positive number of MiB, got {cap!r}")
+        raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")

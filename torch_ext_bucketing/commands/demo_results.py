@@ -132,8 +132,8 @@ def _verdict(
     settings: Settings, runs: Mapping[str, Any], hashes: Mapping[str, Any]
 ) -> tuple[bool, list[str]]:
     """Return whether the weights equal eager's, and texts about both payload orders."""
-    steps, ours, control = settings.steps, runs["fsdp_order"], runs["graph_order"]
-    equal, first = ours["steps_equal_to_eager"], control["first_different_step"]
+    steps, fsdp, control = settings.steps, runs["fsdp_order"], runs["graph_order"]
+    equal, first = fsdp["steps_equal_to_eager"], control["first_different_step"]
     text = (
         "PASS: with FSDP2's payload order the weights equal eager's, bit for bit, after "
         f"{steps} of {steps} steps."
@@ -141,7 +141,7 @@ def _verdict(
     if equal < steps:
         text = (
             f"FAIL: with FSDP2's payload order the weights equal eager's after only {equal} of "
-            f"{steps} steps; they first differ at step {ours['first_different_step']}."
+            f"{steps} steps; they first differ at step {fsdp['first_different_step']}."
         )
     if first is not None:
         why = (
@@ -217,8 +217,8 @@ def _heading(result: Mapping[str, Any]) -> str:
 def _hashes(result: Mapping[str, Any]) -> str:
     hashes = result["hashes"]
     rows = [["step", *map(label, hashes)]]
-    for step, (reference, *others) in enumerate(zip(*hashes.values(), strict=True), 1):
-        cells = ["equal" if h == reference else h[:_HASH_DIGITS] for h in others]
+    for step, (reference, *hashes_of_runs) in enumerate(zip(*hashes.values(), strict=True), 1):
+        cells = ["equal" if h == reference else h[:_HASH_DIGITS] for h in hashes_of_runs]
         rows.append([f"{step:>4}", reference[:_HASH_DIGITS], *cells])
     return f"sha256 of all weights after each step (first {_HASH_DIGITS} digits)\n" + columns(rows)
 

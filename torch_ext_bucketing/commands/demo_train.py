@@ -75,13 +75,13 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
         runs[name] = training(model, run)
     called: dict[str, int] = {}
     for step in range(settings.steps):
-        for name, one in runs.items():
+        for name, train in runs.items():
             if step == 0:
                 trial.say(f"first step of: {label(name)}")
             counting = count_collectives() if name == "eager" else nullcontext(called)
             dist.barrier()  # a run's time must not include stragglers of another run
             with counting as called:
-                one.take()
+                train.take()
         if (step + 1) % max(1, settings.steps // 5) == 0:
             trial.say(f"step {step + 1} of {settings.steps}")
     order = FSDPParamOrder.from_fsdp(eager)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib.util
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import sys
-import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 _GIB = 2**30
-_PACKAGE = __package__.partition(".")[0]
 # Those that last over the step, then others.
 _PARTS = (
     *("parameters", "gradients", "state"),
@@ -53,66 +49,60 @@ def meshes_of(text: str) -> list[dict[str, int]]:
 
 
 def sweep(
-    meshes: Sequence[Mapping[str, int]],
-    given: Mapping[str, Any],
-    cache: Path | None,
-    draw: bool = False,
+    meshes: Sequence[Mapping[str, int]], options: Mapping[str, Any], draw: bool = False
 ) -> list[Row]:
     """Plan each mesh, in as many processes as there are CPUs, with a line of progress for each.
 
     Args:
-        given: arguments of :func:`.explain` beside ``mesh``.
-        cache: folder of plans that were made before; None: none.
+        options: arguments of :func:`.explain` beside ``mesh``.
         draw: add each plan's part of a page, ``"page"``.
     """
     rows: dict[int, Row] = {}
     spawn = multiprocessing.get_context("spawn")
     workers = min(len(meshes), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        tasks = {pool.submit(_row, dict(m), given, cache, draw): i for i, m in enumerate(meshes)}
+        tasks = {pool.submit(_row, dict(m), options, draw): i for i, m in enumerate(meshes)}
         for done, task in enumerate(as_completed(tasks), 1):
             try:
-                row = rows[tasks[task]] = task.result()
-            except BrokenProcessPool as error:
-                raise TargetError(
-                    "a process that plans was ended, perhaps for want of memory; plans that are "
-                    "complete are in the cache, so the same command goes on from there"
-                ) from error
-            how = row["error"] or ("from the cache" if row["cached"] else f"{row['seconds']:.0f} s")
+                row = task.result()
+            except BrokenProcessPool:
+                row = _failed(meshes[tasks[task]], _ENDED)
+            rows[tasks[task]] = row
+            how = row["error"] or f"{row['seconds']:.0f} s"
             name = _sizes(row["mesh"])
             print(f"[{done}/{len(meshes)}] {name}: {how}", file=sys.stderr, flush=True)
-    found = [rows[i] for i in range(len(meshes))]
-    fits = [row for row in found if row["fits"]]
-    for row in found:
+    plans = [rows[i] for i in range(len(meshes))]
+    fits = [row for row in plans if row["fits"]]
+    for row in plans:
         row["best"] = bool(fits) and row is max(fits, key=lambda r: r["tokens_per_s_per_gpu"])
-    return found
+    return plans
 
 
 def text_of(rows: Sequence[Row], memory_gib: float | None) -> str:
     """Format the plans as a table, and name the best one."""
     columns: dict[str, Callable[[Row], object]] = {
         "mesh": lambda row: _sizes(row["mesh"]),
-        "step, ms": lambda row: f"{row['step_ms']:.1f}",
-        "tokens/s/GPU": lambda row: f"{row['tokens_per_s_per_gpu']:.0f}",
-        "exposed, ms": lambda row: f"{row['exposed_ms']:.1f}",
-        "peak, GiB": lambda row: f"{row['peak_bytes'] / _GIB:.2f}",
-        **{part: lambda row, part=part: f"{row['peak'][part] / _GIB:.2f}" for part in _PARTS},  # type: ignore[misc]
+        "step, ms:n": lambda row: f"{row['step_ms']:.1f}",
+        "tokens/s/GPU:n": lambda row: f"{row['tokens_per_s_per_gpu']:.0f}",
+        "exposed, ms:n": lambda row: f"{row['exposed_ms']:.1f}",
+        "peak, GiB:n": lambda row: f"{row['peak_bytes'] / _GIB:.2f}",
+        **{f"{p}:n": lambda row, p=p: f"{row['peak'][p] / _GIB:.2f}" for p in _PARTS},  # type: ignore[misc]
         "stay": lambda row: row["stay"],
         "": lambda row: "best" if row["best"] else "" if row["fits"] else "above the bound",
     }
-    lines = table(columns, [row for row in rows if not row["error"]], range(1, len(columns) - 2))
+    lines = table(columns, [row for row in rows if not row["error"]])
     failed = [f"{_sizes(row['mesh'])}: {row['error']}" for row in rows if row["error"]]
     about = "parts in GiB at the peak; stay: units gathered, groups of activations saved, parked"
     if memory_gib is not None and not any(row["fits"] for row in rows):
-        made = [row["peak_bytes"] for row in rows if not row["error"]]
-        least = f"; the least peak is {min(made) / _GIB:.2f} GiB" if made else ""
+        peaks = [row["peak_bytes"] for row in rows if not row["error"]]
+        least = f"; the least peak is {min(peaks) / _GIB:.2f} GiB" if peaks else ""
         about += f"\nno mesh keeps {memory_gib:g} GiB{least}"
     return "\n".join([*lines, about, *failed, ""])
 
 
 def figures(planned: Explanation) -> Row:
     """Return the figures of a step: times, tokens, and the peak by part from the drawn graphs."""
-    from ..planner.schedule.plot import PARTS
+    from ..planner.schedule.picture import PARTS
     from ..reports.planner import KeepReport
 
     schedules = planned.report.schedules
@@ -131,8 +121,8 @@ def figures(planned: Explanation) -> Row:
             gathered = [u.kept for u in keep.units if u.parameters and not u.part]
             saved = [u.kept for u in keep.units if not u.parameters]
             peak["host"] += keep.host_bytes
-            kept = f"{sum(gathered)} of {len(gathered)}, {sum(saved)} of {len(saved)}"
-            row["stay"] = f"{kept}, {keep.parked}"
+            stay = f"{sum(gathered)} of {len(gathered)}, {sum(saved)} of {len(saved)}"
+            row["stay"] = f"{stay}, {keep.parked}"
             row["recomputed_bytes"] += sum(block.again for block in keep.blocks)
     per_s = planned.tokens / planned.copies / step * 1e3 if step else 0.0
     return {
@@ -156,62 +146,36 @@ def title_of(target: str | None, mesh: Mapping[str, int]) -> str:
     return f"{target or 'the model of the demo'}, {_sizes(mesh)}"
 
 
-def _row(
-    mesh: dict[str, int], given: Mapping[str, Any], cache: Path | None, draw: bool = False
-) -> Row:
-    """Plan one mesh, or read its plan from ``cache``."""
+_ENDED = "a process that plans was ended, perhaps for want of memory: plan fewer meshes at once"
+
+
+def _failed(mesh: Mapping[str, int], error: str) -> Row:
+    return {"mesh": dict(mesh), "error": error, "fits": False}
+
+
+def _row(mesh: dict[str, int], options: Mapping[str, Any], draw: bool = False) -> Row:
+    """Plan one mesh."""
     import torch
 
-    from ..explain import explain, maker_of
+    from ..explain import explain
 
     clock = time.process_time()
-
     torch.set_num_threads(1)
     try:
-        maker_of(given["target"])  # imports the code that the key is made of
-        key = _key(mesh, {**given, "draw": True} if draw else given)
-        path = None if cache is None else cache / f"{key}.json"
-        if path is not None and path.exists():
-            return {**json.loads(path.read_text(encoding="utf-8")), "cached": True}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the row has the figures
-            planned = explain(mesh=mesh, draw=True, curve=False, **given)
-        row = {"mesh": mesh, "error": "", **figures(planned)}
-        if draw:
-            from .page import plan_of
-
-            row["page"] = plan_of(title_of(given["target"], mesh), planned)
-        row["seconds"] = time.process_time() - clock
+            planned = explain(mesh=mesh, draw=True, curve=False, **options)
     except TargetError as error:
-        return {"mesh": mesh, "error": str(error), "fits": False, "cached": False}
-    bound = given["memory_gib"]
+        return _failed(mesh, str(error))
+    row = {"mesh": mesh, "error": "", **figures(planned)}
+    if draw:
+        from .page import plan_of
+
+        row["page"] = plan_of(title_of(options["target"], mesh), planned)
+    bound = options["memory_gib"]
     row["fits"] = bound is None or row["peak_bytes"] <= bound * _GIB
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(row), encoding="utf-8")
-        partial.replace(path)
-    return {**row, "cached": False}
-
-
-def _key(mesh: Mapping[str, int], given: Mapping[str, Any]) -> str:
-    """Digest all that a plan depends on: options, versions, and code outside of libraries."""
-    from .._source import package_digest, source_digest
-
-    models = (f"{_PACKAGE}.testing.{name}" for name in ("configured", "target", "training"))
-    there = [sys.modules[name] for name in ("torch", "transformers") if name in sys.modules]
-    versions = [package_digest(), source_digest(*models), *(each.__version__ for each in there)]
-    known = (mesh, sorted(given.items()), versions)
-    digest = hashlib.sha256(repr(known).encode())
-    config = Path(str(given["target"]).removeprefix("hf:"))
-    config = config / "config.json" if config.is_dir() else config
-    folders = tuple(sysconfig.get_paths().values())
-    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] != _PACKAGE]
-    code = {str(getattr(module, "__file__", None)) for module in modules}
-    own = sorted(file for file in code if file.endswith(".py") and not file.startswith(folders))
-    for path in filter(Path.is_file, (config, *map(Path, own))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    row["seconds"] = time.process_time() - clock
+    return row
 
 
 GPUS = ("h100", "h200", "b200", "gb200", "a100", "mi300x", "cpu")
@@ -245,17 +209,11 @@ def add_parser(subparsers: Any) -> None:
         ("--sweep", meshes_of, "SIZES", "several meshes, as in fsdp=64..512,tp=8; one table"),
         ("--sequence", int, "N", "tokens of a sequence (default: 8192, or the model's most)"),
         ("--batch", int, "N", "sequences of a rank (default: 1)"),
-        (
-            "--memory-gib",
-            float,
-            "GIB",
-            "bound on the peak, for what is kept (--plot draws a curve)",
-        ),
+        ("--memory-gib", float, "GIB", "bound on the peak, for what is kept"),
         ("--host-gib", float, "GIB", "host memory that may hold activations, with --memory-gib"),
         ("--machine", Path, "FILE", "a file that measure wrote (default: this GPU's data sheet)"),
         ("--size-hint", int, "N", "number for sizes that depend on data, as an expert's tokens"),
         ("--trace", output_file, "FILE", "write timelines before and after as a Perfetto trace"),
-        ("--plot", output_file, "FILE", "draw timelines before and after (needs matplotlib)"),
         ("--html", output_file, "FILE", "write timelines, memory and buckets as a page to look at"),
         ("--json", output_file, "FILE", "also write the report to FILE"),
     ):
@@ -269,45 +227,39 @@ def add_parser(subparsers: Any) -> None:
     option("--goal", choices=("parity", "speed"), help="see recipe() (default: parity)")
     in_rank_order = "add gradients in rank order, and compare the cost with rings"
     option("--reduce", choices=("all_to_all",), help=in_rank_order)
-    option("--no-cache", action="store_true", help="make the plans of --sweep anew")
     option("--brief", action="store_true", help="leave out the members of the buckets")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status. Bad options exit with 2."""
     for name in ("world_size", "sequence", "batch"):
-        given = getattr(args, name)
-        if given is not None and given < 1:
-            args.parser.error(f"--{name.replace('_', '-')}: must be at least 1, got {given}")
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            args.parser.error(f"--{name.replace('_', '-')}: must be at least 1, got {number}")
     ranks = math.prod((args.mesh or {}).values())
     if args.mesh and args.world_size not in (None, ranks):
         args.parser.error(f"--mesh: it has {ranks} ranks, and --world-size is {args.world_size}")
-    others = ("mesh", "world_size", "trace", "plot")
-    if args.sweep and any(getattr(args, name) is not None for name in others):
-        args.parser.error(f"--sweep goes without --{', --'.join(others).replace('_', '-')}")
+    excluded = ("mesh", "world_size", "trace")
+    if args.sweep and any(getattr(args, name) is not None for name in excluded):
+        args.parser.error(f"--sweep goes without --{', --'.join(excluded).replace('_', '-')}")
     if args.gpu and args.machine:
         args.parser.error("give --gpu or --machine, not both")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        args.parser.error("--plot: matplotlib is not installed: pip install matplotlib")
     import torch
 
     from ..explain import explain
     from ..planner.cost.machine import DATA_SHEETS, Machine
-    from ..planner.schedule.plot import write_trace
-    from ..reports.planner import KeepReport
+    from ..planner.schedule.picture import write_trace
 
     try:
         machine = DATA_SHEETS.get(args.gpu) if args.machine is None else Machine.load(args.machine)
     except (ValueError, OSError) as error:
         raise TargetError(f"--machine: {error}") from error
-    given = {name: getattr(args, name) for name in _PASSED_ON}
-    given |= {"machine": machine, "size_hints": args.size_hint, "on_cpu": args.gpu == "cpu"}
+    options = {name: getattr(args, name) for name in _PASSED_ON}
+    options |= {"machine": machine, "size_hints": args.size_hint, "on_cpu": args.gpu == "cpu"}
     if args.sweep is not None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = None if args.no_cache else home / "torch_ext_bucketing" / "explain"
-        given |= {"target": args.target, "reduce": args.reduce}
-        del given["mesh"]
-        rows = sweep(args.sweep, given, folder, args.html is not None)
+        options |= {"target": args.target, "reduce": args.reduce}
+        del options["mesh"]
+        rows = sweep(args.sweep, options, args.html is not None)
         pages = [row.pop("page") for row in rows if not row["error"] and args.html]
         if pages:
             from .page import write_page
@@ -317,9 +269,9 @@ def run(args: argparse.Namespace) -> int:
         if args.json is not None:
             args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         return 0 if any(not row["error"] for row in rows) else 1
-    given["world_size"] = args.world_size or 8
+    options["world_size"] = args.world_size or 8
     explained = explain(
-        args.target, reduce=args.reduce, draw=bool(args.trace or args.plot or args.html), **given
+        args.target, reduce=args.reduce, draw=bool(args.trace or args.html), **options
     )
     reduce = f", reduce={args.reduce!r}" if args.reduce else ""
     print(f"recipe(model, {args.goal!r}{reduce}):", *explained.passes, sep="\n  ", end="\n\n")
@@ -333,21 +285,16 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.reduce:
         torch._dynamo.reset()
-        rings = explain(args.target, **given)
+        rings = explain(args.target, **options)
         print(_against_rings(explained.report, rings.report, args.goal), end="")
     if args.json is not None:
         args.json.write_text(explained.report.to_json() + "\n", encoding="utf-8")
     if args.trace is not None:
         write_trace(explained.drawn, args.trace)
-    if args.plot is not None:
-        from ..planner.schedule.plot import plot
-
-        kept = (r for r in explained.report.rewrites if isinstance(r, KeepReport))
-        plot(explained.drawn, args.plot, next(kept, None))
     if args.html is not None:
         from .page import plan_of, write_page
 
-        where = args.mesh or {"ranks": given["world_size"]}
+        where = args.mesh or {"ranks": options["world_size"]}
         write_page([plan_of(title_of(args.target, where), explained)], args.html)
     return 0
 

@@ -9,18 +9,19 @@ draws them in milliseconds.
 from __future__ import annotations
 
 import json
+import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from .._torch.dynamo import module_of
 from ..explain import Explanation
 from ..graph.nodes import COLLECTIVES, HOST_STREAMS, collective_kind
-from ..planner.schedule.plot import PARTS, Drawn, label
-from ..reports.base import sizes_text
-from ..reports.compile import CompileReport
-from ..reports.planner import KeepReport
+from ..planner.schedule.picture import PARTS, Drawn, label
+from ..reports.base import Columns, sizes_text
+from ..reports.compile import BUCKET, BucketReport, CompileReport
+from ..reports.planner import BLOCK, UNIT, KeepReport
 
 _EXPOSED = "kernels wait for communication or the host"
 _BEFORE = (
@@ -76,7 +77,7 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
     ranks = {b.group: f", {b.group_size} ranks" for b in report.buckets}
     rows = {row: {key: list[Any]() for key in "bdknz"} for row in ("host", "compute")}
     names, graphs = dict[str, int](), list[dict[str, Any]]()
-    times, live, launches, at = list[float](), list[list[int]](), Counter[str](), 0.0
+    times, live, launches, begin_ms = list[float](), list[list[int]](), Counter[str](), 0.0
     for d in drawn:
         nodes, groups, size = d.model.dependencies.nodes, d.model.group, d.model.graph.result_bytes
         for row, kind, i, begin, ms in d.bars():
@@ -86,15 +87,15 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
             moved = max(map(size, [node, *node.all_input_nodes[:1]]))
             nbytes = size(node) if group is None else moved
             number = names.setdefault(_name(d, i), len(names))
-            values = (round(at + begin, 5), round(ms, 5), _KINDS.index(kind), number, nbytes)
-            mine = rows.setdefault(row, {key: [] for key in "bdknz"})
-            for column, value in zip(mine.values(), values, strict=True):
+            values = (round(begin_ms + begin, 5), round(ms, 5), _KINDS.index(kind), number, nbytes)
+            bars = rows.setdefault(row, {key: [] for key in "bdknz"})
+            for column, value in zip(bars.values(), values, strict=True):
                 column.append(value)
         timeline, held = d.timeline, {**d.live, "state": [state] * len(d.timeline.order)}
-        for i, *now in zip(timeline.order, *(held[part] for part in PARTS), strict=True):
-            if groups[i] is None and (not live or now != live[-1]):
-                times.append(round(at + timeline.begin[i], 5))
-                live.append(now)
+        for i, *held_bytes in zip(timeline.order, *(held[part] for part in PARTS), strict=True):
+            if groups[i] is None and (not live or held_bytes != live[-1]):
+                times.append(round(begin_ms + timeline.begin[i], 5))
+                live.append(held_bytes)
         starts = (n for n, g in zip(nodes, groups, strict=True) if g and g not in HOST_STREAMS)
         launches.update(str(collective_kind(start)) for start in starts)
         kernels = zip(groups, d.model.host, strict=True)
@@ -102,9 +103,9 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
         limits = [] if d.report is None else [s.limit_bytes for s in d.report.schedules]
         same = [x for x in drawn if x.report is d.report]
         limit = limits[same.index(d)] if len(limits) == len(same) else None
-        end, bound = at + timeline.step_ms, None if limit is None else limit + state
-        graphs.append({"stage": d.stage, "begin": at, "end": end, "bound": bound})
-        at = end
+        end, bound = begin_ms + timeline.step_ms, None if limit is None else limit + state
+        graphs.append({"stage": d.stage, "begin": begin_ms, "end": end, "bound": bound})
+        begin_ms = end
     return {
         "rows": [{"name": name, **columns} for name, columns in rows.items() if columns["b"]],
         "names": [*names],
@@ -112,7 +113,7 @@ def _version(drawn: Sequence[Drawn], report: CompileReport, state: int) -> dict[
         "times": times,
         "live": list(zip(*live, strict=True)),
         "peak": max(live, key=sum, default=[0] * len(PARTS)),
-        "step_ms": at,
+        "step_ms": begin_ms,
         "exposed_ms": sum(d.timeline.exposed_ms for d in drawn),
         "host_ms": sum(sum(d.model.host) for d in drawn),
         "launches": dict(launches),
@@ -126,24 +127,29 @@ def _name(d: Drawn, i: int) -> str:
         return f"{label(node, d.model.graph.hints)} | {node.name}"
     target = str(node.target).removesuffix(".default")
     # What packs and unpacks a bucket has the first member's module.
-    mine = "" if d.parts is None else d.parts.of_node.get(node.name)
-    module = None if mine in ("buckets", "gathered") else module_of(node)
+    part = "" if d.parts is None else d.parts.of_node.get(node.name)
+    module = None if part in ("buckets", "gathered") else module_of(node)
     return f"{node.name} | {target}" + (f" | {module}" if module else "")
 
 
 _Table = dict[str, Any]
 
 
-def _table(title: str, empty: str, head: str, rows: Sequence[Sequence[Any]]) -> _Table:
+def _table(title: str, empty: str, columns: Columns, items: Iterable[Any]) -> _Table:
     """Describe a table.
 
     Args:
         empty: shown in the place of a table without rows.
-        head: names of the columns, separated by commas, each with a type after a colon: ``b`` for
-            bytes, ``n`` for numbers, ``ms``, ``list`` for lines that unfold, ``bar`` for bytes on
-            the device, on the host, and computed again; text without one.
+        columns: types are those of a report's, ``list`` for lines that unfold, and ``bar`` for
+            bytes on the device, on the host, and computed again.
     """
-    return {"title": title, "empty": empty, "head": head.split(","), "rows": rows}
+    rows = [[value(item) for value in columns.values()] for item in items]
+    return {"title": title, "empty": empty, "head": [*columns], "rows": rows}
+
+
+def _places(head: str) -> Columns:
+    """Return columns whose values are an item's, one after the other."""
+    return {name: operator.itemgetter(i) for i, name in enumerate(head.split(","))}
 
 
 def _summary(versions: dict[str, Any], bound_ms: float) -> _Table:
@@ -165,66 +171,54 @@ def _summary(versions: dict[str, Any], bound_ms: float) -> _Table:
         if any(counts):
             name = kind.replace("_", "-").removesuffix("s")
             rows.append((f"{name} launches", *map(str, counts), ""))
-    return _table("Summary", "", ",before:n,after:n,", rows)
+    head = ("", "before:n", "after:n", "")
+    return {"title": "Summary", "empty": "", "head": head, "rows": rows}
 
 
 def _choices(keeps: Sequence[KeepReport]) -> Iterator[_Table]:
     """Yield tables of values that stay from forward to backward, and of other bounds."""
     empty = "Nothing was chosen: --memory-gib gives a bound to choose under."
-    blocks = [
-        (b.name, b.on_device, b.on_host, b.again, (b.on_device, b.on_host, b.again))
-        for k in keeps
-        for b in k.blocks
+    blocks = {**BLOCK, ":bar": lambda b: (b.on_device, b.on_host, b.again)}
+    yield _table("Activations by block", empty, blocks, [b for k in keeps for b in k.blocks])
+    units = [u for k in keeps for u in k.shown]
+    yield _table("Kept from forward to backward", empty, UNIT, units)
+    curve = [point for k in keeps for point in sorted(k.curve)]
+    bounds = _places("bound:b,step:ms,peak:b,kept:n")
+    yield _table("Other bounds, without the host's time", empty, bounds, curve)
+
+
+def _payload(bucket: BucketReport) -> list[str]:
+    return [
+        f"{', '.join(m.fqns) or '-'}: {'x'.join(map(str, m.shape)) or 'scalar'} {m.dtype}, "
+        f"{m.nbytes} B at {m.offset}"
+        for m in bucket.members
     ]
-    head = "block,on the device:b,on the host:b,computed again:b,:bar"
-    yield _table("Activations by block", empty, head, blocks)
-    units = [
-        (
-            u.name,
-            "kept" if u.kept else "gathered again" if u.parameters else "computed again",
-            u.nbytes,
-            u.gather_ms,
-            u.saved_ms,
-        )
-        for k in keeps
-        for u in k.units
-        if u.kept or not u.part
-    ]
-    head = "unit or activations,in backward,bytes if kept:b,again:ms,keeping saves:ms"
-    yield _table("Kept from forward to backward", empty, head, units)
-    curve = [
-        (bound, step, peak, kept) for k in keeps for bound, step, peak, kept in sorted(k.curve)
-    ]
-    yield _table(
-        "Other bounds, without the host's time", empty, "bound:b,step:ms,peak:b,kept:n", curve
-    )
+
+
+_BUCKET: Columns = {**BUCKET, "cause": lambda b: b.detail, "payload:list": _payload}
+
+
+def _of_bucket(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Read a value of the bucket in a pair of graph and bucket."""
+    return lambda pair: value(pair[1])
 
 
 def _collectives(report: CompileReport) -> Iterator[_Table]:
-    buckets, left = list[Sequence[Any]](), list[Sequence[Any]]()
+    unmerged = list[Sequence[Any]]()
     for g in report.graphs:
-        for b in g.buckets:
-            kind = COLLECTIVES[b.kind].short + (f" {b.reduce_op}" if b.reduce_op else "")
-            members = [
-                f"{', '.join(m.fqns) or '-'}: {'x'.join(map(str, m.shape)) or 'scalar'} {m.dtype}, "
-                f"{m.nbytes} B at {m.offset}"
-                for m in b.members
-            ]
-            wire = b.nbytes if b.wire_bytes is None else b.wire_bytes
-            cap = f"{wire / b.cap_bytes:.0%}" if b.cap_bytes else "-"
-            shown = (g.stage, kind, b.group, b.group_size, wire, cap, b.closed_by, b.detail)
-            buckets.append((*shown, members, b.node, b.packed_by))
         for x in g.unmerged:
             kind = COLLECTIVES[x.kind].short
             names = ", ".join(x.fqns) or "-"
-            left.append(
+            unmerged.append(
                 (g.stage, kind, x.group, x.wire_bytes, x.closed_by, x.reason, names, x.node)
             )
         for y in g.ineligible:
             names = ", ".join(y.fqns) or "-"
-            left.append((g.stage, "-", "-", None, "not eligible", y.reason, names, y.node))
-        left += [(g.stage, "-", "-", None, "in no unit", "", x, "") for x in g.uncovered]
-    head = "graph,kind,group,ranks:n,bytes:b,of cap:n,closed by,cause,members:list,node,packed by"
-    yield _table("Buckets", "No collectives were merged.", head, buckets)
-    head = "graph,kind,group,bytes:b,left by,cause,parameters,node"
-    yield _table("Collectives not merged", "All collectives are in buckets.", head, left)
+            unmerged.append((g.stage, "-", "-", None, "not eligible", y.reason, names, y.node))
+        unmerged += [(g.stage, "-", "-", None, "in no unit", "", x, "") for x in g.uncovered]
+    buckets = {"graph": lambda x: x[0].stage}
+    buckets |= {name: _of_bucket(value) for name, value in _BUCKET.items()}
+    of_graphs = [(g, b) for g in report.graphs for b in g.buckets]
+    yield _table("Buckets", "No collectives were merged.", buckets, of_graphs)
+    head = _places("graph,kind,group,bytes:b,left by,cause,parameters,node")
+    yield _table("Collectives not merged", "All collectives are in buckets.", head, unmerged)

@@ -67,17 +67,22 @@ class Extension:
         param_dtype, reduce_dtype = layout.param_dtype, layout.reduce_dtype
         cls = type(param.data)
         self.what = f"parameter {name}, a {cls.__name__}"
-        if not hasattr(cls, "__tensor_flatten__"):
+        on_class = hasattr(cls, _METHODS[0])
+        if on_class and not hasattr(cls, "__tensor_flatten__"):
             raise TypeError(
                 f"{self.what}, has no __tensor_flatten__(), which torch.compile needs of a subclass"
             )
-        signature = inspect.signature(param.data.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+        signature = inspect.signature(getattr(param.data if on_class else param, _METHODS[0]))
         if len(signature.parameters) not in (1, 5):
             raise TypeError(
                 f"{self.what}: FSDP2 calls fsdp_pre_all_gather(mesh) or (mesh, outer_size, "
                 f"outer_stride, module, mp_policy), and the signature is {signature}"
             )
-        self.pre, self.post = (getattr(cls, method) for method in _METHODS)
+        if on_class:
+            self.pre, self.post = (getattr(cls, method) for method in _METHODS)
+        else:  # a user gave the methods to the tensor
+            pre, post = (getattr(param, method) for method in _METHODS)
+            self.pre, self.post = (lambda _, *args: pre(*args)), (lambda _, *args: post(*args))
         self.ranks = mesh.size()
         self.group = mesh.get_group().group_name
         self.shape = param.shape if shape is None else shape
@@ -130,18 +135,18 @@ class Extension:
                         f"them to {rows} rows, or the parameter have a multiple of {self.ranks}"
                     )
                 outputs = tuple(self._all_gather(x) for x in inputs)
-                given = (outputs, metadata, self.dtype)
-                made, _ = self._pair(shard, _METHODS[1], given)
-                if not isinstance(made, torch.Tensor) or made.shape not in whole:
-                    was = tuple(made.shape) if isinstance(made, torch.Tensor) else made
+                arguments = (outputs, metadata, self.dtype)
+                result, _ = self._pair(shard, _METHODS[1], arguments)
+                if not isinstance(result, torch.Tensor) or result.shape not in whole:
+                    was = tuple(result.shape) if isinstance(result, torch.Tensor) else result
                     raise ValueError(
                         f"{self.what}: fsdp_post_all_gather returns {was!r} for a parameter of "
                         f"shape {tuple(self.shape)}"
                     )
 
-    def _pair(self, shard: torch.Tensor, method: str, given: tuple[Any, ...]) -> Any:
+    def _pair(self, shard: torch.Tensor, method: str, arguments: tuple[Any, ...]) -> Any:
         try:
-            result = getattr(shard, method)(*given)
+            result = getattr(shard, method)(*arguments)
         except Exception as error:
             text = f"{self.what}: {method} raised {type(error).__name__}: {error}"
             raise RuntimeError(text) from error

@@ -27,6 +27,7 @@ from .._torch.fsdp2 import (
     FSDPParam,
     Layout,
     is_distributed,
+    is_traceable_wrapper_subclass,
     mesh_of,
     places_of,
     shard_of,
@@ -60,22 +61,28 @@ class Unshard:
         mesh, shard_dim, replica_dim = layout.mesh, layout.shard_dim, layout.replica_dim
         self.shard_group = None if shard_dim is None else mesh_group(mesh, shard_dim)
         replicas = None if replica_dim is None else mesh_group(mesh, replica_dim)
+        self.has_replicas = replicas is not None
         # A flat tuple: Dynamo passes it to `attach` as a constant.
         groups = (self.shard_group, self.shard_size, replicas)
         local_rows, ranks = managed.sharded_size[0], self.shard_size * layout.replicas
-        self.reduction: _Reduction = (None, *groups, local_rows, self.dim, ranks, None, False)
+        # The rest of a `_Reduction` is in `how()`.
+        self.reduction: tuple[Any, ...] = (None, *groups, local_rows, self.dim, ranks, None, False)
         self.unreduced: torch.Tensor | None = None
+        self.scatters_each = False  # whether `unreduced` is the shards' sum, not the full one
         self.full: torch.Tensor | None = None
 
-    def prepare(self) -> None:
-        """Take up an extension that came after sharding; raise a TypeError for wrong dtypes."""
+    def check(self) -> None:
+        """Raise a TypeError for a reduction that drops imaginary parts."""
         param, reduce_dtype = self.managed.sharded_param, self.layout.reduce_dtype
         if param.dtype.is_complex and reduce_dtype is not None and not reduce_dtype.is_complex:
             raise TypeError(
                 f"gradients of {param.dtype} can't be reduced in {reduce_dtype}, which drops their "
                 "imaginary parts: set mp_policy.reduce_dtype to None for the unit"
             )
-        shard = shard_of(param)
+
+    def prepare(self) -> None:
+        """Take up an extension that came after sharding."""
+        shard = shard_of(self.managed.sharded_param)
         if self.extension is None and self.shard_group is not None and extends_gather(shard):
             module, name = places_of(self.managed)[0]
             label, shape = f"{name} of a {type(module).__name__}", torch.Size(self.shape)
@@ -105,7 +112,7 @@ class Unshard:
         """Return how gradients are reduced, for a shard's dtype."""
         # The dtype may change until the first forward, ``model.bfloat16()``, as with eager FSDP2.
         reduce_dtype = self.layout.reduce_dtype or (dtype if REDUCES_BY_GRAD_DTYPE else None)
-        return (reduce_dtype, *self.reduction[1:])
+        return (reduce_dtype, *self.reduction[1:], self.scatters_each)
 
     def __call__(self, sharded: DTensor) -> torch.Tensor:
         shard = sharded.to_local()
@@ -120,10 +127,19 @@ class Unshard:
         return self.attach(shard, self.unreduced, how, full, *self.whole)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
-        """Create a leaf that accumulates gradients: the full shape, in one element's memory."""
+        """Create a leaf that accumulates gradients, in one element's memory.
+
+        It has the full shape, or with ``scatters_each`` that of a padded shard.
+        """
         dtype = self.how(sharded.dtype)[0] or self.param_dtype(sharded.dtype)
-        one = torch.empty((), dtype=dtype, device=sharded.device)
-        return one.expand(self.shape).requires_grad_()
+        element = torch.empty((), dtype=dtype, device=sharded.device)
+        shard = (self._rows(), *self.managed.sharded_size[1:])
+        return element.expand(shard if self.scatters_each else self.shape).requires_grad_()
+
+    def _rows(self) -> int:
+        """Return the number of rows that a rank's shard has in a collective."""
+        rows: int = self.managed.sharded_size[0]
+        return rows if self.dim else -(-self.shape[0] // self.shard_size)
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         if self.extension is not None:
@@ -131,7 +147,7 @@ class Unshard:
         full = shard.to(self.param_dtype(shard.dtype))
         if self.shard_group is None:
             return full.view_as(full)
-        rows = full.shape[0] if self.dim else -(-self.shape[0] // self.shard_size)
+        rows = self._rows()
         full = _pad_rows(full, rows)
         group = as_argument(self.shard_group)
         full = _c10d.all_gather_into_tensor(full.contiguous(), self.shard_size, group)
@@ -155,17 +171,33 @@ def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
 
 
 _Reduction: TypeAlias = tuple[
-    torch.dtype | None, MeshGroup | None, int, MeshGroup | None, int, int, int, float | None, bool
+    torch.dtype | None,
+    MeshGroup | None,
+    int,
+    MeshGroup | None,
+    int,
+    int,
+    int,
+    float | None,
+    bool,
+    bool,
 ]
 """How to reduce a gradient: dtype, group and number of shards, group of replicas, number of rows of
-this rank's shard, sharded dimension, number of all ranks, and what :func:`_division` takes."""
+this rank's shard, sharded dimension, number of all ranks, what :func:`_division` takes, and whether
+a :class:`.ReduceOnce` sums the results of :func:`scattered`."""
 
 
 def reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
-    dtype, shard_group, shards, replica_group, local_rows, dim, ranks, factor, only_sums = how
+    """Reduce a full gradient to this rank's shard."""
+    return over_replicas(scattered(grad, how), how)
+
+
+def scattered(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
+    """Reduce-scatter a full gradient over the shards, to a padded shard."""
+    dtype, shard_group, shards, _, _, dim, ranks, factor, only_sums, _ = how
     if dtype is not None:
         grad = grad.to(dtype)
-    before, op, op_replicas, after = _division(grad.dtype, shards, ranks, factor, only_sums)
+    before, op, _, _ = _division(grad.dtype, shards, ranks, factor, only_sums)
     if dim:
         parts = grad.unflatten(dim, (shards, grad.shape[dim] // shards)).movedim(dim, 0)
         grad = parts.flatten(0, 1)
@@ -177,8 +209,15 @@ def reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
         group = as_argument(shard_group)
         grad = _c10d.reduce_scatter_tensor(grad.contiguous(), op, shards, group)
         grad = _c10d.wait_tensor(grad)
+    return grad
+
+
+def over_replicas(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
+    """All-reduce a padded shard of a gradient over the replicas, and cut the padding off."""
+    _, shard_group, shards, replica_group, local_rows, dim, ranks, factor, only_sums, _ = how
+    _, _, op, after = _division(grad.dtype, shards, ranks, factor, only_sums)
     if replica_group is not None:
-        grad = _c10d.all_reduce(grad.contiguous(), op_replicas, as_argument(replica_group))
+        grad = _c10d.all_reduce(grad.contiguous(), op, as_argument(replica_group))
         grad = _c10d.wait_tensor(grad)
     if after != 1:
         grad = grad / after
@@ -242,8 +281,13 @@ class _Gather(torch.autograd.Function):
             dtype = ctx.reduction[0] if REDUCES_BY_GRAD_DTYPE else None
             grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.inner[1]).to_local()
         if ctx.unreduced_dtype is not None:  # passed on to the leaf of a `ReduceOnce`
+            if ctx.reduction[-1]:
+                grad = scattered(grad, ctx.reduction)
             return None, grad.to(ctx.unreduced_dtype), None, None, None
-        return reduced(grad, ctx.reduction).to(ctx.dtype), None, None, None, None
+        grad = reduced(grad, ctx.reduction).to(ctx.dtype)
+        # The tensors of a subclass are views of one bucket. A class may want equal offsets of them.
+        grad = grad.clone() if is_traceable_wrapper_subclass(grad) else grad
+        return grad, None, None, None, None
 
 
 def attach(

@@ -34,13 +34,20 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule as EagerFSDPModule
 
-from .._torch.dynamo import local_while_tracing, while_tracing, wrapped_by_compile
+from .._torch.dynamo import (
+    branch_while_tracing,
+    local_while_tracing,
+    while_tracing,
+    wrapped_by_compile,
+)
 from .._torch.fsdp2 import (
     Casts,
     FSDPState,
     ParamGroup,
     eager_settings,
     groups_of,
+    has_not_run,
+    is_distributed,
     is_inner_state,
     places_of,
     prepare_group,
@@ -133,10 +140,10 @@ class Unit:
         """Prepare for gathers in a graph, before a forward or while Dynamo traces it.
 
         Raises:
-            NotImplementedError: see :meth:`refuse_eager_settings`.
-            RuntimeError, TypeError: parameters are on the meta device, or have wrong dtypes.
+            NotImplementedError, TypeError: see :meth:`check`.
+            RuntimeError: parameters are on the meta device.
         """
-        self.refuse_eager_settings()
+        self.check()
         phase, self.phase = self.phase, "whole"  # FSDP2 reads attributes, which are its own here
         try:
             for group in groups_of(self.state):
@@ -147,8 +154,15 @@ class Unit:
             self.phase = phase
         self.is_traced = True
 
-    def refuse_eager_settings(self) -> None:
-        """Raise a NotImplementedError if FSDP2's settings can't be followed by a graph."""
+    def check(self) -> None:
+        """Raise an error if a graph can't do as FSDP2 does.
+
+        Raises:
+            NotImplementedError: a graph can't follow one of FSDP2's settings.
+            TypeError: a reduction would drop the imaginary parts of gradients.
+        """
+        for unshard in self.unshards():
+            unshard.check()
         for setting in eager_settings(self.state):
             raise NotImplementedError(
                 f"{setting.code} has no counterpart in a compiled step. Instead: "
@@ -251,8 +265,23 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _begin(context: Any) -> None:
+    _check_branch(context)
     unit: Unit = local_while_tracing(context, "unit")
-    unit.begin()
+    try:
+        unit.begin()
+    except NotImplementedError as error:  # Dynamo would take it for an attribute to skip
+        raise RuntimeError(str(error)) from error
+
+
+def _check_branch(context: Any) -> None:
+    operator = branch_while_tracing(context)
+    if operator is not None:
+        module = local_while_tracing(context, "module")
+        raise RuntimeError(
+            f"a parameter of a {type(module).__name__} is read in a function of {operator}(), "
+            "whose operands can't be sharded: read it before, weight = module.weight, and use the "
+            "tensor in the function"
+        )
 
 
 def _read(module: Any, name: str) -> Any:
@@ -260,14 +289,27 @@ def _read(module: Any, name: str) -> Any:
     # None in a module of the class that was made from a sharded one, such as by slicing.
     unit = None if unshard is None else unshard.unit
     if torch.compiler.is_compiling() and unit is not None and unit.phase != "whole":
-        if unit.phase == "shards":
-            while_tracing(_begin)
+        while_tracing(_begin if unit.phase == "shards" else _check_branch)
         return unshard.read(module, name)
     param = module._parameters.get(name)
     if param is None:  # set to None or deleted; nn.Module handles the error
         raise AttributeError(name)
     is_gathered = unit is not None and unit.phase == "graph"
     return unshard.read(module, name) if is_gathered else param
+
+
+def _register_parameter(module: Any, name: str, param: nn.Parameter | None) -> None:
+    if (
+        name in vars(module).get("_unshards", {})
+        and not is_distributed(param)
+        and param is not None
+    ):
+        raise TypeError(
+            f"{name} of a {type(module).__name__} is sharded, and a plain parameter of shape "
+            f"{tuple(param.shape)} can't replace it: write the values into the shard, or assign "
+            "distribute_tensor(tensor, mesh, placements)"
+        )
+    module._plain_class.register_parameter(module, name, param)
 
 
 class FSDPModule(EagerFSDPModule):
@@ -293,6 +335,11 @@ class FSDPModule(EagerFSDPModule):
         unit: Any = unit_of(self)  # type: ignore[arg-type]
         unit.note_whole()
         return handle
+
+    def reset_iter_state(self) -> None:
+        """Drop FSDP2's state of a step that an error ended; since torch 2.13."""
+        if not has_not_run(self._get_fsdp_state()):  # else there is nothing, and FSDP2 would fail
+            super().reset_iter_state()
 
     def set_reshard_after_forward(self, *args: Any, **kwargs: Any) -> None:
         """Change ``reshard_after_forward``, before a recipe is made of the model."""
@@ -320,7 +367,7 @@ def _setting(name: str) -> Callable[..., None]:
         try:
             for unit in units:
                 if unit.is_traced or unit.is_read:
-                    unit.refuse_eager_settings()
+                    unit.check()
         except NotImplementedError:
             for group, attributes in zip(groups, before, strict=True):
                 vars(group).update(attributes)
@@ -335,9 +382,10 @@ _REDUCE_ONCE = (
     "run the microbatches in `with ReduceOnce(model, backend): ...`, from torch_ext_bucketing.fsdp"
 )
 _GATHER_ONCE = _REDUCE_ONCE.replace("backend)", "backend, gather_once=True)")
+_SCATTER_EACH = _REDUCE_ONCE.replace("backend)", "backend, scatter_each=True)")
 _INSTEAD = {
     "set_requires_gradient_sync": _REDUCE_ONCE,
-    "set_requires_all_reduce": _REDUCE_ONCE,
+    "set_requires_all_reduce": _SCATTER_EACH,
     "set_reshard_after_backward": _GATHER_ONCE,
     "set_reduce_scatter_unused_params": (
         "all ranks run one graph, so a parameter is unused on all of them or on none; for a "
@@ -368,6 +416,8 @@ _INSTEAD = {
 for _name in (*_INSTEAD, "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"):
     if hasattr(EagerFSDPModule, _name):  # some are younger than torch 2.11
         setattr(FSDPModule, _name, _setting(_name))
+if not hasattr(EagerFSDPModule, "reset_iter_state"):
+    del FSDPModule.reset_iter_state
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -404,6 +454,7 @@ def _sharded_class(plain: Any, names: tuple[str, ...], is_unit: bool) -> Any:
     # Modules of one class share the subclass, and so the compiled code.
     members: dict[str, Any] = {"__module__": plain.__module__, "_plain_class": plain}
     members.update({name: property(functools.partial(_read, name=name)) for name in names})
+    members["register_parameter"] = _register_parameter
     if not is_unit:
         return type(plain.__name__, (plain,), {**members, "__deepcopy__": _plain_copy})
     members["__deepcopy__"] = _refuse_copy
@@ -421,10 +472,10 @@ def _refuse_copy(module: Any, memo: Any) -> NoReturn:
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
     """Copy a module of a unit: it has the shards, as with eager FSDP2, and no unit."""
-    made = memo[id(module)] = module._plain_class.__new__(module._plain_class)
+    plain = memo[id(module)] = module._plain_class.__new__(module._plain_class)
     attributes = {k: v for k, v in vars(module).items() if k != "_unshards"}
-    vars(made).update(copy.deepcopy(attributes, memo))
-    return made
+    vars(plain).update(copy.deepcopy(attributes, memo))
+    return plain
 
 
 def _run_around_compiled(root: nn.Module) -> None:

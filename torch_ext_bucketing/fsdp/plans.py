@@ -44,7 +44,7 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
     if isinstance(modules, str) or not isinstance(modules, Sequence):
         raise TypeError(f"modules must be a list of names, got {modules!r}")
     check_argument("model", model, nn.Module)
-    known = canonical_modules(model)
+    by_name = canonical_modules(model)
     units: list[tuple[str, ...]] = []
     for entry in modules:
         if isinstance(entry, str):
@@ -58,7 +58,7 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
         single = isinstance(entry, str) and len(globs) == 1
         if not single and not all(glob.strip() for glob in globs):
             raise ValueError(f"plan: {entry!r} joins modules, but one of their names is empty")
-        names = [name for glob in globs for name in _matches(glob.strip(), known)]
+        names = [name for glob in globs for name in _matches(glob.strip(), by_name)]
         units += [(name,) for name in names] if single else [tuple(names)]
     return _checked(units, model)
 
@@ -75,9 +75,9 @@ def _checked(units: Sequence[tuple[str, ...]], model: nn.Module) -> Units:
 _RANGE = re.compile(r"\[(\d+)-(\d+)\]")
 
 
-def _matches(glob: str, known: Mapping[str, nn.Module]) -> list[str]:
+def _matches(glob: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """List the modules that a glob names: ranges ascending, ``*`` in registration order."""
-    if glob in known:
+    if glob in modules:
         return [glob]
     if "" in glob.split("."):
         raise ValueError(
@@ -85,15 +85,15 @@ def _matches(glob: str, known: Mapping[str, nn.Module]) -> list[str]:
         )
     names: list[str] = []
     # The first number without a module ends the search, however long the range is.
-    for one in _numbered(canonical_fqn(glob), glob):
-        pattern = re.compile(r"[^.]*".join(map(re.escape, one.split("*"))))
-        matched = [one] if one in known else []
-        if "*" in one:
-            matched = [n for n, m in known.items() if pattern.fullmatch(n) and has_parameters(m)]
+    for name in _numbered(canonical_fqn(glob), glob):
+        pattern = re.compile(r"[^.]*".join(map(re.escape, name.split("*"))))
+        matched = [name] if name in modules else []
+        if "*" in name:
+            matched = [n for n, m in modules.items() if pattern.fullmatch(n) and has_parameters(m)]
         if not matched:
-            lacks = f"nothing, the model lacks module {one!r}"
-            lacks = "no module with parameters" if "*" in one else lacks
-            raise ValueError(f"plan: {glob!r} matches {lacks}" + nearest_names(one, known))
+            lacks = f"nothing, the model lacks module {name!r}"
+            lacks = "no module with parameters" if "*" in name else lacks
+            raise ValueError(f"plan: {glob!r} matches {lacks}" + nearest_names(name, modules))
         names += matched
     return names
 
@@ -187,9 +187,9 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
             units.append(tuple(next(merged)))
     units.append(tuple(next(merged)))
     if moe_experts and not all_experts:
-        wanted = '"experts"' if moe_experts is True else repr(moe_experts)
+        expert_name = '"experts"' if moe_experts is True else repr(moe_experts)
         raise ValueError(
-            f"moe_experts: no block holds a module named {wanted}; the first block is "
+            f"moe_experts: no block holds a module named {expert_name}; the first block is "
             f"{blocks[0][0]!r}. Name the experts' module with moe_experts=NAME, or leave the "
             "option out"
         )
@@ -278,7 +278,7 @@ def _block_lists(tree: _ModuleTree) -> list[str]:
     lists = [p for p in lists if tree.depth(p) >= 2] or lists
     # Further lists of the blocks' classes, at any length: multi-token prediction.
     classes = {_class_of(child) for path in lists for _, child in tree.children(path)}
-    more = [
+    further = [
         path
         for path in tree.below("")
         if _is_plain_container(tree.modules[path])
@@ -286,7 +286,7 @@ def _block_lists(tree: _ModuleTree) -> list[str]:
         and all(_class_of(child) in classes for _, child in tree.children(path))
     ]
     position = {path: index for index, path in enumerate(["", *tree.below("")])}
-    return sorted([*lists, *more], key=position.__getitem__)
+    return sorted([*lists, *further], key=position.__getitem__)
 
 
 def _outermost_lists(tree: _ModuleTree, path: str, least: int) -> list[str]:
@@ -318,13 +318,13 @@ def _around(
 ) -> tuple[list[str], list[list[list[str]]], list[str]]:
     """Find the modules before the first list, the units between lists, and the modules after."""
     slots: list[list[str]] = [[]]
-    seen: set[nn.Module] = set()  # a module with two names (a shared embedding) counts once
+    visited: set[nn.Module] = set()  # a module with two names (a shared embedding) counts once
 
     def visit(path: str) -> None:
         for name, module in tree.children(path):
-            if module in seen:
+            if module in visited:
                 continue
-            seen.add(module)
+            visited.add(module)
             if name in lists:
                 slots.append([])
             elif any(_inside(block, name) for block in lists) or _is_plain_container(module):
@@ -350,8 +350,8 @@ def _around(
     sections = []
     for names in between:
         embeddings = [[name] for name in names if _is_embedding(tree.modules[name])]
-        rest = [name for name in names if not _is_embedding(tree.modules[name])]
-        sections.append([*([rest] if rest else []), *embeddings])
+        section = [name for name in names if not _is_embedding(tree.modules[name])]
+        sections.append([*([section] if section else []), *embeddings])
     return front, sections, [*tail, *moved]
 
 
@@ -371,9 +371,9 @@ def _merge_shared(units: list[list[str]], tree: _ModuleTree) -> list[list[str]]:
         params = [p for name in unit for p in tree.modules[name].parameters()]
         firsts = sorted({owner[p] for p in params if p in owner})
         target = firsts[0] if firsts else index
-        for other in [*firsts[1:], index] if firsts else []:
-            result[target].extend(result[other])
-            result[other] = []
+        for source in [*firsts[1:], index] if firsts else []:
+            result[target].extend(result[source])
+            result[source] = []
         for name in result[target]:
             owner.update(dict.fromkeys(tree.modules[name].parameters(), target))
     return result

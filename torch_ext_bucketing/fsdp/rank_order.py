@@ -31,9 +31,9 @@ def sum_in_rank_order(
     ranks``. The sum is [n] in the dtype of ``received``, in new memory.
     """
     wire = received.dtype
-    first, *others = received.view(ranks, received.numel() // ranks).unbind()
+    first, *parts = received.view(ranks, received.numel() // ranks).unbind()
     total = first.to(torch.promote_types(wire, accumulate), copy=True)
-    for part in others:
+    for part in parts:
         total += part
     if average:
         # Not divided: on a GPU neither ATen nor Inductor divides by a constant.

@@ -19,7 +19,7 @@ def follow(model: nn.Module, reference: nn.Module) -> list[ParamGroup]:
     whose placements alone are known. A ``ValueError`` names the first difference.
     """
     groups = param_groups(reference)
-    own = {g.modules: g for g in param_groups(model)} if units_of(model) else None
+    groups_of_model = {g.modules: g for g in param_groups(model)} if units_of(model) else None
     ours_sent = sent_by_name(model)
     places = {
         canonical_fqn(f"{path}.{name}".lstrip(".")): (module, name)
@@ -45,30 +45,30 @@ def follow(model: nn.Module, reference: nn.Module) -> list[ParamGroup]:
             raise ValueError(
                 f"the reference has {settings} on {label}, which a compiled step can't reproduce"
             )
-        for fqn, theirs in zip(group.params, group.sent, strict=True):
+        for fqn, expected in zip(group.params, group.sent, strict=True):
             module, name = places[fqn]
             param: Any = module._parameters[name]
             if not is_distributed(param):
                 raise ValueError(f"{fqn} is not sharded, and the reference shards it. {again}")
-            ours = ours_sent.get(fqn)
-            if ours is None:  # another SimpleFSDP
+            sent = ours_sent.get(fqn)
+            if sent is None:  # another SimpleFSDP
                 dims = [d for p in param.placements if (d := getattr(p, "dim", None)) is not None]
-                same = not dims or theirs.dim in dims
-                ours = theirs if same else theirs._replace(dim=dims[0])
+                same = not dims or expected.dim in dims
+                sent = expected if same else expected._replace(dim=dims[0])
             differ = [
-                f"{what} is {mine!r}, in the reference {other!r}"
-                for what, mine, other in zip(Sent._fields, ours, theirs, strict=True)
-                if mine != other
+                f"{field} is {value!r}, in the reference {expected_value!r}"
+                for field, value, expected_value in zip(Sent._fields, sent, expected, strict=True)
+                if value != expected_value
             ]
             if differ:
                 raise ValueError(f"{fqn}: {'; '.join(differ)}. {again}")
-        mine = own.get(group.modules) if own is not None else group
-        if group.params and (mine is None or mine.params != group.params):
+        model_group = groups_of_model.get(group.modules) if groups_of_model is not None else group
+        if group.params and (model_group is None or model_group.params != group.params):
             raise ValueError(f"the model has no unit like the reference's {label}. {again}")
-        if mine is not None and mine.casts != group.casts:
-            differ = [f"casts to {mine.casts}", f"in the reference to {group.casts}"]
+        if model_group is not None and model_group.casts != group.casts:
+            differ = [f"casts to {model_group.casts}", f"in the reference to {group.casts}"]
             raise ValueError(f"{label} {', '.join(differ)}. {again}")
-    if own is None:
+    if groups_of_model is None:
         modules = {canonical_fqn(n): m for n, m in reversed(list(model.named_modules()))}
         for names, casts in dict.fromkeys((g.modules, g.casts) for g in groups):
             if "_fully_shard_casts" not in modules[names[0]].__dict__:

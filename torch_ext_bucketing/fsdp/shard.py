@@ -100,11 +100,11 @@ def data_parallel(
 
     def shard(roots: Sequence[nn.Module]) -> None:
         broadcast_from_first(model.parameters(), mesh)
-        given: Any = roots[0] if len(roots) == 1 else list(roots)
+        target: Any = roots[0] if len(roots) == 1 else list(roots)
         if mode == "replicate":
-            replicate_modules(given, mesh, policy)
+            replicate_modules(target, mesh, policy)
         else:
-            eager_fully_shard(given, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            eager_fully_shard(target, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
     _shard(_callable(model), mesh, policy, frozenset(), shard, is_named=False)
     return model
@@ -114,7 +114,7 @@ def _callable(module: nn.Module) -> list[nn.Module]:
     """Return a module, or the modules in a container without ``forward``."""
     if not _has_no_forward(module):
         return [module]
-    return [each for child in module.children() for each in _callable(child)]
+    return [inner for child in module.children() for inner in _callable(child)]
 
 
 def fully_shard(
@@ -173,8 +173,8 @@ def fully_shard(
     check_argument("shard_placement_fn", shard_placement_fn, Callable | None)
     check_argument("ignored_params", ignored_params, Iterable | None)
     ignored = frozenset(ignored_params or ())
-    if others := [param for param in ignored if not isinstance(param, nn.Parameter)]:
-        raise TypeError(f"ignored_params must be parameters, got {others[0]!r}")
+    if wrong := [param for param in ignored if not isinstance(param, nn.Parameter)]:
+        raise TypeError(f"ignored_params must be parameters, got {wrong[0]!r}")
     for top in modules:
         label = type(top).__name__
         if state_of(top) is not None:
@@ -182,7 +182,7 @@ def fully_shard(
             raise ValueError(f"a {label} was given to fully_shard() before: {again}")
         if _has_no_forward(top):
             raise ValueError(f"a {label} has no forward: give the modules in it as a list")
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "shard_placement_fn": shard_placement_fn,
@@ -192,10 +192,10 @@ def fully_shard(
     }
     if dp_mesh_dims is not None:
         check_argument("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
-        given["dp_mesh_dims"] = dp_mesh_dims
+        arguments["dp_mesh_dims"] = dp_mesh_dims
 
     def shard(roots: Sequence[nn.Module]) -> None:
-        eager_fully_shard(module if isinstance(module, nn.Module) else list(roots), **given)
+        eager_fully_shard(module if isinstance(module, nn.Module) else list(roots), **arguments)
 
     _shard(modules, mesh, mp_policy, ignored, shard, is_named=True)
     return module
@@ -250,8 +250,8 @@ def _shard(
         unit = Unit(state, tuple(roots), ignored, is_named, Casts.of(policy))
         reads = {}
         for group in groups_of(state):
-            for one in group.fsdp_params:
-                layout, places = layout_of(one, group), places_of(one)
+            for fsdp_param in group.fsdp_params:
+                layout, places = layout_of(fsdp_param, group), places_of(fsdp_param)
                 original = originals[places[0]]
                 extension = None
                 if layout.shard_dim is not None and extends_gather(shard_of(original)):
@@ -259,7 +259,7 @@ def _shard(
                     label = f"{paths[owner]}.{name}".lstrip(".")
                     extension = Extension(label, owner, original, layout)
                 for place in places:
-                    reads[place] = Unshard(one, layout, original, extension, unit)
+                    reads[place] = Unshard(fsdp_param, layout, original, extension, unit)
     except BaseException as error:
         undo()
         if is_inside_mesh and isinstance(error, TypeError | RuntimeError):

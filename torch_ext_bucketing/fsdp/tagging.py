@@ -91,8 +91,8 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             moves = alone or all(i in ahead or i in before or is_number(i) for i in inputs)
         elif served and not is_compute(node) and may_run_twice(node):
             # An all-gather extension may compute the full parameter here.
-            made = {made_of.get(start.all_input_nodes[0]) for start in served}
-            moves = alone and made.issuperset(sources) and all(map(in_other_form, served))
+            gathered = {made_of.get(start.all_input_nodes[0]) for start in served}
+            moves = alone and gathered.issuperset(sources) and all(map(in_other_form, served))
         if moves:
             ahead[node] = served
             for start in served:
@@ -134,11 +134,11 @@ def in_other_form(gather: fx.Node) -> bool:
     return False
 
 
-def union(of: Mapping[fx.Node, dict[T, None]], nodes: Iterable[fx.Node]) -> dict[T, None]:
+def union(sets: Mapping[fx.Node, dict[T, None]], nodes: Iterable[fx.Node]) -> dict[T, None]:
     """Merge the sets of some nodes, in their order."""
     merged: dict[T, None] = {}
     for node in nodes:
-        merged.update(of.get(node, {}))
+        merged.update(sets.get(node, {}))
     return merged
 
 
@@ -211,18 +211,18 @@ def gradients_of(
     return [(n, fqn) for n, fqn in outputs if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
-def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
+def _name_of(source: Any, fqn_of: FqnOf | None) -> str | None:
     """Return the FQN of a parameter's placeholder or ``AOTInput``; None for other inputs."""
-    desc = what.meta.get("desc") if isinstance(what, fx.Node) else what
+    desc = source.meta.get("desc") if isinstance(source, fx.Node) else source
     key = input_key(desc)
     if isinstance(key, str):
         return canonical_fqn(key)
     if desc is not None:
-        what = base_input(desc)
+        source = base_input(desc)
     if isinstance(fqn_of, Mapping):
-        name = fqn_of.get(what if key is None else key)
+        name = fqn_of.get(source if key is None else key)
     else:
-        name = None if fqn_of is None else fqn_of(what)
+        name = None if fqn_of is None else fqn_of(source)
     return None if name is None else canonical_fqn(name)
 
 
@@ -262,9 +262,9 @@ def _gradients_ahead(
         ahead.setdefault(value, {})[fqn] = None
     for node in reversed(nodes):
         if node.op == "call_function":
-            mine = union(ahead, [node, *filter(_keeps_gradient, node.users)])
-            if mine:
-                ahead[node] = mine
+            parameters = union(ahead, [node, *filter(_keeps_gradient, node.users)])
+            if parameters:
+                ahead[node] = parameters
     rank = {fqn: i for i, fqn in enumerate(dict.fromkeys(inputs.values()))}
     return {
         node: tuple(sorted(fqns, key=lambda fqn: (rank.get(fqn, len(rank)), fqn)))
@@ -288,7 +288,7 @@ def _gradient_outputs(
     if output is None:
         return []
     if grad_fqns is None:
-        named = [(v, _name_of(of, fqn_of)) for v, of in gradient_outputs(output)]
+        named = [(v, _name_of(source, fqn_of)) for v, source in gradient_outputs(output)]
         return [(value, fqn) for value, fqn in named if fqn is not None]
     values = pytree.tree_leaves(output.args[0])
     if len(grad_fqns) != len(values):

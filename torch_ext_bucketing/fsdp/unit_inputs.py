@@ -83,12 +83,12 @@ def _hook(
         return None
     # In reverse: eager adds the first gradient of a repeated tensor first, and autograd computes
     # the gradient of the last view first.
-    both = (args, kwargs)
+    inputs = (args, kwargs)
     with annotate({_KEY: True}):
-        made = [tensor.view_as(tensor) for tensor in reversed(_tensors(both, _differentiable))]
-        if len(made) > 1:
-            made = list(torch.ops.torch_ext_bucketing.unit_inputs.default(made))
-    return _map(lambda _: made.pop(), both, _differentiable)  # type: ignore[no-any-return]
+        views = [tensor.view_as(tensor) for tensor in reversed(_tensors(inputs, _differentiable))]
+        if len(views) > 1:
+            views = list(torch.ops.torch_ext_bucketing.unit_inputs.default(views))
+    return _map(lambda _: views.pop(), inputs, _differentiable)  # type: ignore[no-any-return]
 
 
 def _differentiable(value: Any) -> bool | None:
@@ -114,32 +114,32 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _tensors(value: Any, wanted: Callable[[Any], bool | None]) -> list[torch.Tensor]:
-    """List the wanted tensors in nested containers; ``wanted`` is None for containers."""
-    answer = wanted(value)
+def _tensors(value: Any, selects: Callable[[Any], bool | None]) -> list[torch.Tensor]:
+    """List the selected tensors in nested containers; ``selects`` returns None for containers."""
+    answer = selects(value)
     if answer is None:
-        return [tensor for item in _items(value) for tensor in _tensors(item, wanted)]
+        return [tensor for item in _items(value) for tensor in _tensors(item, selects)]
     return [value] if answer else []
 
 
 def _map(
     function: Callable[[torch.Tensor], torch.Tensor],
     value: Any,
-    wanted: Callable[[Any], bool | None],
+    selects: Callable[[Any], bool | None],
 ) -> Any:
     """Replace the tensors that :func:`_tensors` lists; containers without any stay as they are."""
-    if not _tensors(value, wanted):
+    if not _tensors(value, selects):
         return value
     if isinstance(value, torch.Tensor):
         return function(value)
-    new = [_map(function, item, wanted) for item in _items(value)]
+    new = [_map(function, item, selects) for item in _items(value)]
     cls: Any = type(value)
     if _is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         changes = {
             name: item
             for name, item in zip(names, new, strict=True)
-            if _tensors(getattr(value, name), wanted)
+            if _tensors(getattr(value, name), selects)
         }
         return dataclasses.replace(value, **changes)
     if isinstance(value, dict):

@@ -58,9 +58,9 @@ class Units:
         unit_of: dict[str, int] = {}
         for index, unit in enumerate(self.units):
             for name in unit:
-                if (known := unit_of.setdefault(name, index)) != index:
+                if (earlier := unit_of.setdefault(name, index)) != index:
                     raise ValueError(
-                        f"{name!r} is in two units, {known} and {index}: name it in one"
+                        f"{name!r} is in two units, {earlier} and {index}: name it in one"
                     )
 
     @classmethod
@@ -130,15 +130,15 @@ class Units:
         return places, dict(self.aliases)
 
 
-def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Convert units, each a list of names or one name, to canonical names (errors: ``what``)."""
+def names_of_units(units: object, label: str = "units") -> tuple[tuple[str, ...], ...]:
+    """Convert units, each a list of names or one name, to canonical names (errors: ``label``)."""
     if isinstance(units, str) or not isinstance(units, Iterable):
-        given = f"the string {units!r}" if isinstance(units, str) else repr(units)
-        raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {given}")
+        shown = f"the string {units!r}" if isinstance(units, str) else repr(units)
+        raise TypeError(f"{label} must be a list of units, each a list of FQNs, got {shown}")
     names = []
     for unit in units:
         if not isinstance(unit, Iterable):
-            raise TypeError(f"each of {what} must be an FQN or a list of FQNs, got {unit!r}")
+            raise TypeError(f"each of {label} must be an FQN or a list of FQNs, got {unit!r}")
         names.append(tuple(map(canonical_fqn, (unit,) if isinstance(unit, str) else unit)))
     return tuple(names)
 
@@ -161,16 +161,16 @@ def find_units(
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
     """Yield each unit's names and modules, in the order of the ``fully_shard`` calls."""
     check_argument("model", model, nn.Module)
-    known = canonical_modules(model)
+    named = canonical_modules(model)
     unit_of: dict[nn.Module, str] = {}
     inside: dict[nn.Module, str] = {}  # modules that an earlier unit holds
     for names in _calls(units):
         label = "+".join(names)
         modules: list[nn.Module] = []
         for name in names:
-            if name not in known:
-                raise ValueError(f"units: no module is named {name!r}" + nearest_names(name, known))
-            module = known[name]
+            if name not in named:
+                raise ValueError(f"units: no module is named {name!r}" + nearest_names(name, named))
+            module = named[name]
             if module in unit_of:
                 raise ValueError(
                     f"units: module {name!r} is listed twice, before in unit {unit_of[module]!r}"
@@ -198,10 +198,10 @@ def modules_with_input_nodes(
     held: set[nn.Parameter] = set()
     first = {}
     for names, modules in find_units(model, units):
-        own = {p for module in modules for p in module.parameters()} - held
-        if own:
+        parameters = {p for module in modules for p in module.parameters()} - held
+        if parameters:
             first[names[0]] = unwrapped(modules[0])
-        held |= own
+        held |= parameters
     return first
 
 
@@ -220,10 +220,10 @@ def abbreviated(units: Iterable[Sequence[str]]) -> list[str]:
 
     short = []
     for run, items in itertools.groupby(enumerate(units), key=run_of):
-        (first, unit), *more = items
-        if more:
+        (first, unit), *followers = items
+        if followers:
             head, tail, offset = run
-            short.append(f"{head}[{first + offset}-{more[-1][0] + offset}]{tail}")
+            short.append(f"{head}[{first + offset}-{followers[-1][0] + offset}]{tail}")
         else:
             short.append("+".join(unit))
     return short
@@ -255,19 +255,19 @@ class FSDPParamOrder(Units, CustomPassBase):
             raise ValueError("an order needs at least one parameter, got none")
         if () in self.units:
             raise ValueError(f"payload {self.units.index(())} has no parameter: leave it out")
-        known: set[str] = set()
+        listed: set[str] = set()
         for index, unit in enumerate(self.units):
             for fqn in unit:
-                if fqn in known:
+                if fqn in listed:
                     raise ValueError(f"parameter {fqn!r} is listed twice in payload {index}")
-                known.add(fqn)
+                listed.add(fqn)
         check_argument("aliases", self.aliases, Sequence)
         check_argument("made_by", self.made_by, str)
         aliases = tuple(sorted({(canonical_fqn(a), canonical_fqn(fqn)) for a, fqn in self.aliases}))
         for alias, fqn in aliases:
-            if fqn not in known:
+            if fqn not in listed:
                 raise ValueError(f"{alias!r} stands for {fqn!r}, which is in no payload")
-            if alias in known or dict(aliases)[alias] != fqn:
+            if alias in listed or dict(aliases)[alias] != fqn:
                 raise ValueError(
                     f"{alias!r} can't be another name of {fqn!r}: it names a parameter already"
                 )
@@ -338,38 +338,38 @@ class FSDPParamOrder(Units, CustomPassBase):
         calls = list(find_units(model, units))
         names = parameter_names(model)
         by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
-        taken: set[nn.Parameter] = set()  # may include parameters of other pipeline stages
+        visited: set[nn.Parameter] = set()  # may include parameters of other pipeline stages
         for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
             if isinstance(item, str) and canonical_fqn(item) not in by_name:
                 near = nearest_names(item, by_name)
                 raise ValueError(f"ignored_params: no parameter is named {item!r}{near}")
-            taken.add(by_name[canonical_fqn(item)] if isinstance(item, str) else item)
+            visited.add(by_name[canonical_fqn(item)] if isinstance(item, str) else item)
         wrapped: set[nn.Module] = set()  # modules of earlier calls
         payloads: list[list[nn.Parameter]] = []
         for _, modules in calls:
             roots, managed = modules_of_call(modules, wrapped)
             wrapped.update(roots)
             by_key: dict[Hashable, list[nn.Parameter]] = {}
-            own = (p for module in managed for _, p in module.named_parameters(recurse=False))
+            owned = (p for module in managed for _, p in module.named_parameters(recurse=False))
             # A shared parameter belongs to the unit that visits it first.
-            for parameter in dict.fromkeys(own):
-                if parameter not in taken:
-                    taken.add(parameter)
+            for parameter in dict.fromkeys(owned):
+                if parameter not in visited:
+                    visited.add(parameter)
                     key = None if group_key is None else group_key(names[parameter][0], parameter)
                     by_key.setdefault(key, []).append(parameter)
             payloads.extend(by_key.values())
         if not payloads:
             raise ValueError(f"the units hold no parameter of {type(model).__name__}")
         names_are_relative_to(model)
-        given = [call for call, _ in calls]
-        short = abbreviated(given)
-        plain = short == [unit[0] if len(unit) == 1 else None for unit in given]
+        names_of_calls = [call for call, _ in calls]
+        short = abbreviated(names_of_calls)
+        plain = short == [unit[0] if len(unit) == 1 else None for unit in names_of_calls]
         code = str(short) if plain else f"fsdp.manual_plan({short}, model)"
         fqns = [tuple(names[parameter][0] for parameter in params) for params in payloads]
         all_names = [names[parameter] for params in payloads for parameter in params]
         return cls(
             units=tuple(fqns),
-            aliases=tuple((alias, first) for first, *others in all_names for alias in others),
+            aliases=tuple((alias, first) for first, *aliases in all_names for alias in aliases),
             reduce_units=tuple(
                 reduce_order(unit, [grad_dtype(p) for p in params])
                 for unit, params in zip(fqns, payloads, strict=True)

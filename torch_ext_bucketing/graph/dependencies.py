@@ -69,9 +69,11 @@ class Writes:
                 # An input may be a view of another one, for instance of an updated parameter.
                 first = inputs.setdefault(value.untyped_storage()._cdata, node)
                 shared = [first] if first is not node else shared
-            mine = tuple(dict.fromkeys(r for v in shared for r in self.roots[v])) or (node,)
-            self.roots[node] = mine
-            for root in mine:
+            storage_roots = tuple(dict.fromkeys(r for v in shared for r in self.roots[v])) or (
+                node,
+            )
+            self.roots[node] = storage_roots
+            for root in storage_roots:
                 self.aliases.setdefault(root, []).append(node)
         self.by_writer = {
             writer: dict.fromkeys(root for value in written for root in self.roots.get(value, ()))
@@ -106,7 +108,7 @@ class Writes:
 
 
 def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    at = position[write]
+    place = position[write]
     after: dict[fx.Node, None] = {write: None}  # the aliases made of the write's result
     inside = dict.fromkeys(aliases)
     for alias in aliases:
@@ -118,7 +120,7 @@ def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, 
         for user in alias.users:
             if user is write or user in after:
                 continue
-            if position[user] > at:
+            if position[user] > place:
                 # A later reader of the old alias: nothing but its place puts it after the write.
                 if not any(arg in after for arg in user.all_input_nodes):
                     return False
@@ -150,8 +152,8 @@ def _schema_values(node: fx.Node, *, writes: bool) -> list[fx.Node]:
         info = argument.alias_info
         if info is None or (writes and not info.is_write):
             continue
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        for value in given if isinstance(given, (list, tuple)) else (given,):
+        passed = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for value in passed if isinstance(passed, (list, tuple)) else (passed,):
             if isinstance(value, fx.Node):
                 values.append(value)
     return values
@@ -229,8 +231,8 @@ def _declares(target: object) -> bool:
 def _inside(node: fx.Node) -> list[fx.Node]:
     """List the nodes of the graphs that a higher-order operator gets."""
     owner, inside = node.graph.owning_module, list[fx.Node]()
-    for given in node.all_input_nodes:
-        inner = given.op == "get_attr" and getattr(owner, str(given.target), None)
+    for argument in node.all_input_nodes:
+        inner = argument.op == "get_attr" and getattr(owner, str(argument.target), None)
         if isinstance(inner, fx.GraphModule):
             inside += inner.graph.nodes
     return inside
@@ -260,30 +262,30 @@ class Precedence:
         self.nodes = nodes
         self.needs = [sorted(places) for places in needs]
         self.needed_by: list[list[int]] = [[] for _ in nodes]
-        for i, mine in enumerate(self.needs):
-            for j in mine:
+        for i, needed in enumerate(self.needs):
+            for j in needed:
                 self.needed_by[j].append(i)
 
     def is_order(self, order: Sequence[int]) -> bool:
         """Return whether ``order`` has every node once, after all nodes that it depends on."""
         place = {i: at for at, i in enumerate(order)}
         return len(place) == len(order) == len(self.nodes) and all(
-            i in place and all(place[j] < place[i] for j in mine)
-            for i, mine in enumerate(self.needs)
+            i in place and all(place[j] < place[i] for j in needed)
+            for i, needed in enumerate(self.needs)
         )
 
     def runs_after(self, i: int, others: Collection[int]) -> bool:
         """Return whether node ``i`` depends on all ``others``, itself among them or not."""
-        left = {j for j in others if j != i}
+        missing = {j for j in others if j != i}
         # Nodes before the first of them can't lead to any.
-        first, seen, stack = min(left, default=i), {i}, [i]
-        while stack and left:
+        first, seen, stack = min(missing, default=i), {i}, [i]
+        while stack and missing:
             for j in self.needs[stack.pop()]:
                 if j >= first and j not in seen:
-                    left.discard(j)
+                    missing.discard(j)
                     seen.add(j)
                     stack.append(j)
-        return not left
+        return not missing
 
 
 class Dependencies(Precedence):
@@ -307,7 +309,7 @@ class Dependencies(Precedence):
             before.add(node)
             if node in self.index:
                 places = (self.index.get(arg) for arg in node.all_input_nodes)
-                needs.append(dict.fromkeys(at for at in places if at is not None))
+                needs.append(dict.fromkeys(needed for needed in places if needed is not None))
         self._order_writes(writes, needs)
         self._order_assertions(needs)
         self._order_chains(needs)
@@ -315,18 +317,18 @@ class Dependencies(Precedence):
 
     def _order_writes(self, writes: Writes, needs: list[dict[int, None]]) -> None:
         for write in writes.unordered:
-            at = self.index[write]
+            write_place = self.index[write]
             aliases = (a for root in writes.by_writer[write] for a in writes.aliases[root])
             for node in dict.fromkeys(n for a in aliases for n in (a, *a.users)):
                 other = self.index.get(node)
-                if other is not None and other < at:
-                    needs[at][other] = None
-                elif other is not None and other > at:
-                    needs[other][at] = None
+                if other is not None and other < write_place:
+                    needs[write_place][other] = None
+                elif other is not None and other > write_place:
+                    needs[other][write_place] = None
                 if is_collective(node) or host_stream(node):
                     # A collective, or a copy, reads its input until its wait.
                     waits = (self.index[w] for w in node.users if launched_by(w) is node)
-                    needs[at].update(dict.fromkeys(w for w in waits if w < at))
+                    needs[write_place].update(dict.fromkeys(w for w in waits if w < write_place))
 
     def _order_assertions(self, needs: list[dict[int, None]]) -> None:
         for i, node in enumerate(self.nodes):
@@ -334,9 +336,9 @@ class Dependencies(Precedence):
                 continue
             for value in _asserted(node):
                 for user in value.users:
-                    at = self.index.get(user, -1)
-                    if at > i and not is_assertion(user):
-                        needs[at][i] = None
+                    place = self.index.get(user, -1)
+                    if place > i and not is_assertion(user):
+                        needs[place][i] = None
 
     def _order_chains(self, needs: list[dict[int, None]]) -> None:
         last: dict[Any, int] = {}
@@ -414,7 +416,7 @@ def _asserted(assertion: fx.Node) -> list[fx.Node]:
     are known before the graph runs, and nearly all nodes use the batch size.
     """
     checked: dict[fx.Node, None] = {}
-    given, made = [], False
+    numbers, asserts = [], False
     stack = list(assertion.all_input_nodes)
     while stack:
         node = stack.pop()
@@ -422,12 +424,12 @@ def _asserted(assertion: fx.Node) -> list[fx.Node]:
             continue
         checked[node] = None
         if node.op == "placeholder" and is_number(node):
-            given.append(node)
+            numbers.append(node)
         elif is_number(node) and node.target not in _READ_CONTENTS:
             stack += node.all_input_nodes
         else:
-            made = True
-    for node in given if made else ():
+            asserts = True
+    for node in numbers if asserts else ():
         del checked[node]
     return list(checked)
 

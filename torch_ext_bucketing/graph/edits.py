@@ -87,31 +87,33 @@ class Snapshot:
         """Restore the graph, with the same nodes; an erased one comes back as a new object."""
         graph = self._graph
         # Extra nodes can be erased once nothing reads them, so changed nodes let go of arguments.
-        there = dict.fromkeys(graph.nodes)
-        extra = [n for n in there if n not in self._saved]
-        for node in there:
+        present = dict.fromkeys(graph.nodes)
+        extra = [n for n in present if n not in self._saved]
+        for node in present:
             if node not in self._saved or self._saved[node].is_other(node):
                 node.args, node.kwargs = (), {}  # so that no node uses the ones to be erased
         for node in extra:
             graph.erase_node(node)
         # First all nodes, then arguments, which may name later ones, then users in their old order.
-        now = {
-            node: node if node in there else graph.create_node(saved.op, saved.target)
+        restored = {
+            node: node if node in present else graph.create_node(saved.op, saved.target)
             for node, saved in self._saved.items()
         }
         for was, saved in self._saved.items():
-            node = now[was]
+            node = restored[was]
             node.op, node.name, node.target, node.type = saved[:3] + (saved.type,)
             node.meta.clear()
             node.meta.update(saved.meta)
             if node.args is not saved.args or node.kwargs is not saved.kwargs:
-                node.args, node.kwargs = fx.map_arg((saved.args, saved.kwargs), now.__getitem__)
+                node.args, node.kwargs = fx.map_arg(
+                    (saved.args, saved.kwargs), restored.__getitem__
+                )
         for was, saved in self._saved.items():
-            users = tuple(now[user] for user in saved.users)
-            if users != tuple(now[was].users):
-                now[was].users.clear()
-                now[was].users.update(dict.fromkeys(users))
-        wanted = list(now.values())
+            users = tuple(restored[user] for user in saved.users)
+            if users != tuple(restored[was].users):
+                restored[was].users.clear()
+                restored[was].users.update(dict.fromkeys(users))
+        wanted = list(restored.values())
         if wanted != list(graph.nodes):
             next(iter(graph.nodes)).prepend(wanted[0])
             for before, node in itertools.pairwise(wanted):

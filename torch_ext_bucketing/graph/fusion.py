@@ -59,6 +59,17 @@ _SCATTERS = {
     _aten.scatter_add.default: 3,
 }
 """Operators that add to a copy of their first argument, and the place of the added values."""
+_SEVERAL = frozenset(
+    {
+        "aten::max.dim",
+        "aten::min.dim",
+        "aten::var_mean.correction",
+        "prims::prepare_softmax_online",  # Inductor registers it
+    }
+)
+"""Names of reductions with several results of one shape, without torch's tag ``reduction``."""
+_LONGEST_PERSISTENT = 1024
+"""The most elements of a row that a kernel holds in registers (``triton_heuristics``)."""
 _MOST_READS_OF_SHARED = 4
 """The most buffers of a value that several readers compute again."""
 _MOST_CAT_INPUTS = 8
@@ -128,17 +139,22 @@ class Operators(dict[fx.Node, Operator]):
 
     def __missing__(self, node: fx.Node) -> Operator:
         value, size = node.meta.get("val"), self._size(node)
-        is_tensor = isinstance(value, torch.Tensor)
-        found = self[node] = Operator(
+        several = isinstance(value, (list, tuple))
+        numel = 0
+        if isinstance(value, torch.Tensor):
+            numel = size // value.dtype.itemsize
+        elif _has_several(node.target):
+            numel = size // sum(v.dtype.itemsize for v in value)
+        operator = self[node] = Operator(
             is_view(node),
             is_fused(node),
             is_reduction(node),
             node.all_input_nodes,
             size,
-            size // value.dtype.itemsize if is_tensor else 0,
-            isinstance(value, (list, tuple)),
+            numel,
+            several,
         )
-        return found
+        return operator
 
 
 def fused(
@@ -179,6 +195,8 @@ class _Walk:
         self._before: list[int] = []  # by kernel, a bit set of those it needs
         self._at: list[Kernel | None] = []
         self._touching: dict[fx.Node, list[int]] = {}
+        # Values that are added to a copy of a constant -> the buffers that they are computed from.
+        self._added: dict[fx.Node, dict[fx.Node, int]] = {}
         self._left: set[fx.Node] = set()  # buffers that other kernels read
         self._written: list[tuple[int, fx.Node]] = []
         tensors = (t for n in nodes for t in tensors_in(n.meta.get("val")))
@@ -190,12 +208,44 @@ class _Walk:
         for node in [n for n in self._inline if self._is_read_outside(n)]:
             self._write(node)
         # Whether a buffer exists is known only now: a result that just its own kernel reads stays
-        # in registers and costs no bytes.
+        # in registers and costs no bytes, unless the kernel goes over long rows again.
         self._left.update(n for _, n in self._written if self._is_read_outside(n))
+        self._left.update(self._read_in_later_loops())
         for number, node in self._written:
             kernel = self._at[number]
             if kernel is not None and node in self._left:
                 kernel.shares[node] = kernel.shares.get(node, 0) + self._size(node)
+
+    def _read_in_later_loops(self) -> list[fx.Node]:
+        """Return results that their own kernel reads after a reduction of long rows.
+
+        ::
+
+            x -> sub -> amax -> exp(sub - amax)      for x: write sub, amax   for sub: exp
+        """
+        if self._cpu:
+            return []
+        place = {node: i for i, node in enumerate(self._inside)}
+        last_read: dict[tuple[int, fx.Node], int] = {}
+        reductions: dict[int, list[int]] = {}
+        for number, node, reads in self._joined:
+            kernel = self._at[number]
+            assert kernel is not None
+            if kernel.space[1] > _LONGEST_PERSISTENT:
+                for buffer in reads:
+                    key = number, buffer
+                    last_read[key] = max(last_read.get(key, -1), place[node])
+                if self._operators[node].reduces:
+                    reductions.setdefault(number, []).append(place[node])
+        return [
+            node
+            for number, node in self._written
+            if not self._operators[node].reduces
+            and any(
+                place[node] < at < last_read.get((number, node), -1)
+                for at in reductions.get(number, ())
+            )
+        ]
 
     def result(self) -> Fused:
         """Return the kernels, with their buffers."""
@@ -208,18 +258,25 @@ class _Walk:
         inputs: dict[int, dict[fx.Node, int]] = {}  # with the number of members that read each
         for number, node, reads in self._joined:
             members.setdefault(number, {})[node] = None
-            mine = inputs.setdefault(number, {})
+            reads_of_kernel = inputs.setdefault(number, {})
             for buffer in reads:
                 if self._made_by.get(buffer) != number:
-                    mine[buffer] = mine.get(buffer, 0) + 1
-        for number, mine in inputs.items():
+                    reads_of_kernel[buffer] = reads_of_kernel.get(buffer, 0) + 1
+        for number, reads_of_kernel in inputs.items():
             # The kernel runs where its last input is there: at the first of its nodes after that.
-            ready = max((place.get(b, -1) for b in mine), default=-1)
+            ready = max((place.get(b, -1) for b in reads_of_kernel), default=-1)
             together = sorted(members[number], key=place.__getitem__)
             first = next((n for n in together if place[n] > ready), together[-1])
-            result.reads.setdefault(first, {}).update(dict.fromkeys(mine))
+            result.reads.setdefault(first, {}).update(dict.fromkeys(reads_of_kernel))
             later = together[together.index(first) + 1 :]
             result.runs_at.update(dict.fromkeys(later, first))
+        for node, values in self._added.items():
+            # The copy of a constant waits for nothing, and Inductor may run it before the kernels
+            # of the values that are added.
+            made = [b for b in values if place.get(b, -1) >= 0]
+            if made:
+                last = max(made, key=place.__getitem__)
+                result.runs_at.setdefault(node, result.runs_at.get(last, last))
         for number, node, reads in self._joined:
             if node in result.within:
                 continue
@@ -227,6 +284,7 @@ class _Walk:
                 b
                 for b in self._aligned.get(node, ())
                 if inputs[number].get(b) == 1 and b in reads and self._size(b) == self._size(node)
+                if b.target not in _SCATTERS  # Inductor writes over no buffer that was added to
             ]
             if aligned:
                 result.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
@@ -250,8 +308,8 @@ class _Walk:
         return self._aligned.get(root, {}) if root in self._inline else {root: None}
 
     def _users(self, node: fx.Node) -> list[fx.Node]:
-        known = self._inside if self._kept is not None else node.users
-        return [u for u in node.users if u in known and u not in self._absent]
+        readers = self._inside if self._kept is not None else node.users
+        return [u for u in node.users if u in readers and u not in self._absent]
 
     def _is_read_outside(self, node: fx.Node) -> bool:
         """Return whether a value outlives the nodes; views are looked through."""
@@ -297,12 +355,14 @@ class _Walk:
         nbytes_of: dict[fx.Node, int] = {}
         for node in inputs:
             root = self._root.get(node, node)
-            mine = self._inline.get(root)
-            if mine is None:
-                mine = {root: self._size(node)}
+            bytes_of_buffer = self._inline.get(root)
+            if bytes_of_buffer is None:
+                bytes_of_buffer = {root: self._size(node)}
             elif node is not root and (part := self._size(node)) < (all_ := self._size(root)):
-                mine = {buffer: nbytes * part // all_ for buffer, nbytes in mine.items()}
-            for buffer, nbytes in mine.items():
+                bytes_of_buffer = {
+                    buffer: nbytes * part // all_ for buffer, nbytes in bytes_of_buffer.items()
+                }
+            for buffer, nbytes in bytes_of_buffer.items():
                 nbytes_of[buffer] = min(nbytes_of.get(buffer, 0) + nbytes, self._size(buffer))
         return nbytes_of
 
@@ -319,9 +379,10 @@ class _Walk:
         else:
             reads = self._reads(inputs)
         if target is _aten.cat.default and (self._cpu or len(inputs) > _MOST_CAT_INPUTS):
-            given = [n for n in inputs if self._root.get(n, n).op != "call_function"]
-            given = [] if self._cpu else given  # one kernel copies them, one each other part
-            for parts in filter(None, [given, *([n] for n in inputs if n not in given)]):
+            # One kernel copies the graph's inputs, one each other part.
+            whole = [n for n in inputs if self._root.get(n, n).op != "call_function"]
+            whole = [] if self._cpu else whole
+            for parts in filter(None, [whole, *([n] for n in inputs if n not in whole)]):
                 nbytes = sum(map(self._size, parts))
                 space = sum(map(self._numel, parts)), 1
                 self._join(node, self._reads(parts), space, nbytes=nbytes, alone=True)
@@ -329,8 +390,8 @@ class _Walk:
         self._inline[node] = reads
         if target not in _REARRANGES:
             for value in inputs:
-                mine = self._aligned_buffers(node, value)
-                self._aligned.setdefault(node, {}).update(mine)
+                same_order = self._aligned_buffers(node, value)
+                self._aligned.setdefault(node, {}).update(same_order)
         self._settle(node)
 
     def _settle(self, node: fx.Node) -> None:
@@ -361,17 +422,20 @@ class _Walk:
         roots = [self._root.get(n, n) for n in self._operators[node].inputs]
         self._left.update(roots)
         needs = self._makers(roots)
-        at = self._made_by[node] = self._number(None)
-        self._stands_after(at, needs)
+        number = self._made_by[node] = self._number(None)
+        self._stands_after(number, needs)
         if node.meta.get("val") is None:  # it writes to its inputs
-            self._made_by.update(dict.fromkeys(roots, at))
+            self._made_by.update(dict.fromkeys(roots, number))
 
     def _scatter(self, node: fx.Node, place: int) -> None:
         # Two kernels: a copy of the base, and one thread per added value.
         base, values = node.args[0], node.args[place]
         assert isinstance(base, fx.Node)
         assert isinstance(values, fx.Node)
-        self._join(node, self._reads([base]), (self._numel(node), 1))
+        read = self._reads([base])
+        self._join(node, read, (self._numel(node), 1))
+        if not read:
+            self._added[node] = self._reads([values])
         rest = [n for n in node.all_input_nodes if n is not base]
         moved = min(self._numel(values) * node.meta["val"].dtype.itemsize, self._size(node))
         if node.target is not _aten.index_put.default or node.args[3:]:
@@ -410,8 +474,8 @@ class _Walk:
         for buffer, n in reads.items() if not alone else ():
             for number in self._touching.get(buffer, ()):
                 shared[number] = shared.get(number, 0) + n
-        made = node if into is None else self._root.get(into, into)
-        needs, at = self._makers([*reads, made]), -1
+        result = node if into is None else self._root.get(into, into)
+        needs, joined = self._makers([*reads, result]), -1
         for number in sorted(shared, key=lambda k: (-shared[k], -k)):
             kernel = self._at[number]
             assert kernel is not None
@@ -421,31 +485,31 @@ class _Walk:
             # A kernel that has to run in between would close a cycle.
             between = any(self._before[k] >> number & 1 for k in needs if k != number)
             if both and not between:
-                at, kernel.space = number, both
+                joined, kernel.space = number, both
                 break
-        if at < 0:
+        if joined < 0:
             flat = all(n == self._size(b) and self._numel(b) == space[0] for b, n in reads.items())
-            at = self._number(Kernel(space, flat=flat and space[1] == 1))
-        kernel = self._at[at]
+            joined = self._number(Kernel(space, flat=flat and space[1] == 1))
+        kernel = self._at[joined]
         assert kernel is not None
-        self._stands_after(at, needs)
-        self._joined.append((at, node, reads))
+        self._stands_after(joined, needs)
+        self._joined.append((joined, node, reads))
         read = 0  # a buffer that the kernel has written or read before costs no bytes
         for buffer, n in reads.items():
-            if self._made_by.get(buffer) != at:
+            if self._made_by.get(buffer) != joined:
                 self._left.add(buffer)
                 if buffer not in kernel.buffers:
                     read += n
             kernel.buffers[buffer] = n
             touching = self._touching.setdefault(buffer, [])
-            if touching[-1:] != [at]:
-                touching.append(at)
-        self._made_by[node] = self._made_by[made] = at
-        self._touching.setdefault(made, []).append(at)
+            if touching[-1:] != [joined]:
+                touching.append(joined)
+        self._made_by[node] = self._made_by[result] = joined
+        self._touching.setdefault(result, []).append(joined)
         if into is not None and nbytes is None:
             nbytes = self._size(node)
         if nbytes is None:  # written only if another kernel reads it, which later nodes show
-            self._written.append((at, node))
+            self._written.append((joined, node))
         kernel.shares[node] = kernel.shares.get(node, 0) + read + (nbytes or 0)
 
 
@@ -463,15 +527,22 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
 
 def is_fused(node: fx.Node) -> bool:
     """Return whether a node is part of a kernel that Inductor generates."""
+    if _has_several(node.target):
+        return True
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
     return is_tensor and not is_view(node) and _is_fused(node.target)
 
 
 @functools.lru_cache(maxsize=1024)
+def _has_several(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.name() in _SEVERAL
+
+
+@functools.lru_cache(maxsize=1024)
 def _is_fused(target: Any) -> bool:
     tags = getattr(target, "tags", ())
-    known = target in _SCATTERS or target in _MORE_POINTWISE
-    return known or torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+    listed = target in _SCATTERS or target in _MORE_POINTWISE
+    return listed or torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 
 
 def read_once(node: fx.Node) -> fx.Node | None:
@@ -484,4 +555,4 @@ def read_once(node: fx.Node) -> fx.Node | None:
 
 def is_reduction(node: fx.Node) -> bool:
     """Return whether an operator reduces its input."""
-    return torch.Tag.reduction in getattr(node.target, "tags", ())
+    return _has_several(node.target) or torch.Tag.reduction in getattr(node.target, "tags", ())

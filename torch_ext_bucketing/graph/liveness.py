@@ -25,7 +25,8 @@ from .._torch.aot import stage_of
 from .._torch.inductor import cublas_workspace_bytes
 from .._torch.without_device import stands_for_cuda
 from .dependencies import Dependencies, Precedence, written_values
-from .fusion import Fused, is_fused, is_reduction, read_once
+from .fusion import Fused, is_fused, is_reduction
+from .layout import Layout
 from .nodes import (
     buffer_bytes,
     is_collective,
@@ -56,7 +57,7 @@ def kept_inputs(graph: fx.Graph, hints: SizeHints) -> dict[str, int]:
     for node in graph.find_nodes(op="placeholder"):
         if not donated(node) and not is_number(node):
             values = {value.untyped_storage()._cdata: value for value in _values(node)}
-            new = [value for at, value in values.items() if at not in seen]
+            new = [value for address, value in values.items() if address not in seen]
             seen.update(values)
             nbytes[node.name] = sum(_storage_bytes(node, value, side, hints) for value in new)
     return nbytes
@@ -141,11 +142,11 @@ def with_fused(
         at_start.difference_update(new)
         row.setdefault(node, i)
     # A half of a joint graph does not have the storages of the other half.
-    there = {*at_start, *(s for new in live.allocates for s in new)}
+    present = {*at_start, *(s for new in live.allocates for s in new)}
     # Storages that hold no node's result, such as a bucket's buffer, keep their uses.
-    others = there.difference(s for mine in of_node.values() for s in mine)
+    others = present.difference(s for used in of_node.values() for s in used)
     touched_by: dict[int, list[int]] = {}
-    for i, (node, new, mine) in enumerate(
+    for i, (node, new, used) in enumerate(
         zip(dependencies.nodes, live.allocates, live.touches, strict=True)
     ):
         if row[node] == i:
@@ -153,15 +154,15 @@ def with_fused(
                 for s in new:
                     size[s] = 0
             if node in kernels.within or node in kernels.written:
-                own = (s for s in of_node.get(node, ()) if s in there)
-                mine = tuple(dict.fromkeys((*new, *own, *sorted(others.intersection(mine)))))
+                results = (s for s in of_node.get(node, ()) if s in present)
+                used = tuple(dict.fromkeys((*new, *results, *sorted(others.intersection(used)))))
             elif is_view(node) and launched_by(node) is None:
-                mine = new  # its kernel's readers keep the input live, not the view
+                used = new  # its kernel's readers keep the input live, not the view
             reads = kernels.reads.get(node, ())
-            more = [s for b in reads for s in of_node.get(b, ()) if s in there]
-            mine = tuple(dict.fromkeys((*mine, *more)))
-        touches.append(mine)
-        for s in mine:
+            more = [s for b in reads for s in of_node.get(b, ()) if s in present]
+            used = tuple(dict.fromkeys((*used, *more)))
+        touches.append(used)
+        for s in used:
             touched_by.setdefault(s, []).append(i)
     allocates = list(live.allocates)
     runs_at = {n: first for n, first in kernels.runs_at.items() if n in row and first in row}
@@ -170,29 +171,29 @@ def with_fused(
         allocates[row[node]], allocates[at] = (), (*allocates[at], *new)
         touches[at] = tuple(dict.fromkeys((*touches[at], *new)))
     instead: dict[int, int] = {}  # storage -> the one that holds its bytes
-    free = {s for s in there if s not in live.kept and s not in at_start}
+    free = {s for s in present if s not in live.kept and s not in at_start}
     for node, buffers in kernels.reused.items():
-        mine = tuple(s for s in of_node.get(node, ()) if s in free) if node in row else ()
-        if len(mine) != 1 or not size[mine[0]]:
+        used = tuple(s for s in of_node.get(node, ()) if s in free) if node in row else ()
+        if len(used) != 1 or not size[used[0]]:
             continue
         # The first buffer whose last use is this kernel, in whatever order nodes run, is written
         # over. A chain of such kernels shares the first buffer of the chain.
         for buffer in buffers:
-            given = of_node.get(buffer, ())
-            s = given[0] if len(given) == 1 else -1
+            buffer_storages = of_node.get(buffer, ())
+            s = buffer_storages[0] if len(buffer_storages) == 1 else -1
             first = instead.get(s, s)
-            if s not in free or s == mine[0] or size[first] != size[mine[0]]:
+            if s not in free or s == used[0] or size[first] != size[used[0]]:
                 continue
             if dependencies.runs_after(row[runs_at.get(node, node)], touched_by[s]):
-                instead[mine[0]] = first
-                size[mine[0]] = 0
+                instead[used[0]] = first
+                size[used[0]] = 0
                 free.discard(s)
                 break
     # Nodes that touch a result without bytes keep the storage that holds the result live.
     if instead:
-        for i, mine in enumerate(touches):
-            more = [instead[s] for s in mine if s in instead]
-            touches[i] = tuple(dict.fromkeys((*mine, *more))) if more else mine
+        for i, used in enumerate(touches):
+            more = [instead[s] for s in used if s in instead]
+            touches[i] = tuple(dict.fromkeys((*used, *more))) if more else used
     return Storages(size, allocates, touches, live.kept, live.at_start, live.of_node)
 
 
@@ -222,21 +223,25 @@ def with_packed(
     for start, starts in members.items():
         # Packing has the node of the first member; a single collective packs nothing.
         pack = next((i for i in dependencies.needs[start] if nodes[i] is starts[0]), -1)
-        for member in starts if pack >= 0 else ():
-            made = read_once(member.all_input_nodes[0])
-            if made in row and made in kernels.reads and not is_reduction(made):
-                for s in of_node[made]:
+        if pack < 0:
+            continue
+        layout = Layout.of(starts)
+        buffer = live.allocates[pack if layout.in_place else start][:1]
+        for piece in layout.pieces:
+            value = piece.writer
+            if value in row and value in kernels.reads and not is_reduction(value):
+                for s in of_node[value]:
                     size[s] = 0
-                touches[pack] = tuple(dict.fromkeys((*touches[pack], *touches[row[made]])))
-            wait = next(iter(member.users))
-            copied = live.allocates[row[wait]] if wait in row else ()
+                touches[pack] = tuple(dict.fromkeys((*touches[pack], *touches[row[value]])))
+            wait = next(iter(piece.start.users))
+            copied = live.allocates[row[wait]] if piece.copied and wait in row else ()
             if wait not in written_over and _is_read_by_fused(wait):
                 for s in (s for s in copied if s not in live.kept):
-                    size[s], instead[s] = 0, live.allocates[pack][:1]
+                    size[s], instead[s] = 0, buffer
     if instead:
-        for i, mine in enumerate(touches):
-            more = [b for s in mine if s in instead for b in instead[s]]
-            touches[i] = tuple(dict.fromkeys((*mine, *more))) if more else mine
+        for i, touched in enumerate(touches):
+            more = [b for s in touched if s in instead for b in instead[s]]
+            touches[i] = tuple(dict.fromkeys((*touched, *more))) if more else touched
     return replace(live, size=size, touches=touches)
 
 
@@ -258,32 +263,32 @@ class LiveBytes:
     def run(self, i: int) -> int:
         """Run node ``i`` and return the bytes live while it runs; ``now`` is the bytes left."""
         # This runs for each node of each order.
-        size, left, now = self._size, self._left, self.now
+        size, uses_left, live = self._size, self._left, self.now
         for s in self._allocates[i]:
-            now += size[s]
-        during = now
+            live += size[s]
+        during = live
         for s in self._touches[i]:
-            left[s] -= 1
-            if not left[s]:
-                now -= size[s]
-        self.now = now
+            uses_left[s] -= 1
+            if not uses_left[s]:
+                live -= size[s]
+        self.now = live
         return during
 
     def last_use(self, storages: Iterable[int]) -> int:
         """Return the bytes of ``storages`` that one more node frees."""
-        size, left = self._size, self._left
-        return sum(size[s] for s in storages if left[s] == 1)
+        size, uses_left = self._size, self._left
+        return sum(size[s] for s in storages if uses_left[s] == 1)
 
     def after(self, nodes: Sequence[int]) -> tuple[int, int]:
         """Return the most bytes live while ``nodes`` would run next, and the bytes after them."""
         before, most = self.now, self.now
         for i in nodes:
             most = max(most, self.run(i))
-        left, self.now = self.now, before
+        live_after, self.now = self.now, before
         for i in nodes:
             for s in self._touches[i]:
                 self._left[s] += 1
-        return most, left
+        return most, live_after
 
 
 def storages_of(
@@ -300,29 +305,29 @@ def storages_of(
     ids: dict[Any, int] = {}
     seen: set[int] = set()
     for node in graph.nodes:
-        given = [s for arg in node.all_input_nodes for s in live.of_node[arg]]
+        read_storages = [s for arg in node.all_input_nodes for s in live.of_node[arg]]
         if node.op == "output":
-            live.kept.update(dict.fromkeys(given))
+            live.kept.update(dict.fromkeys(read_storages))
             continue
-        mine = live.of_node[node] = _result_storages(node, live, ids, side, hints)
-        new = tuple(s for s in mine if s not in seen)
+        touched = live.of_node[node] = _result_storages(node, live, ids, side, hints)
+        new = tuple(s for s in touched if s not in seen)
         seen.update(new)
         if node not in dependencies.index:  # an input or a constant
             live.at_start += sum(live.size[s] for s in new)
             # A donated input is freed at its last use, like a value of the graph.
             if not (node.op == "placeholder" and donated(node)):
-                live.kept.update(dict.fromkeys(mine))
+                live.kept.update(dict.fromkeys(touched))
             continue
         if (buffers := buffer_bytes(node)) > 0:
             new = (*new, len(live.size))
-            mine = (*mine, len(live.size))
+            touched = (*touched, len(live.size))
             live.size.append(buffers)
         # A wait touches the operands of its collective or copy, too: until then these are needed.
         start = launched_by(node)
         read = () if start is None else start.all_input_nodes
         sent = (s for arg in read for s in live.of_node[arg])
         live.allocates.append(new)
-        live.touches.append(tuple(dict.fromkeys((*mine, *given, *sent))))
+        live.touches.append(tuple(dict.fromkeys((*touched, *read_storages, *sent))))
     return live
 
 
@@ -335,16 +340,16 @@ def _result_storages(
     values = _values(node)
     returned = _returned_input(node)
     if returned is not None and len(live.of_node[returned]) == 1:
-        mine = live.of_node[returned]
+        shared = live.of_node[returned]
         for value in values:
-            ids.setdefault(value.untyped_storage()._cdata, mine[0])
-        return mine
+            ids.setdefault(value.untyped_storage()._cdata, shared[0])
+        return shared
     numbers: dict[int, None] = {}
     for value in values:
-        at = ids.setdefault(value.untyped_storage()._cdata, len(live.size))
-        if at == len(live.size):
+        number = ids.setdefault(value.untyped_storage()._cdata, len(live.size))
+        if number == len(live.size):
             live.size.append(_storage_bytes(node, value, side, hints))
-        numbers[at] = None
+        numbers[number] = None
     return tuple(numbers)
 
 

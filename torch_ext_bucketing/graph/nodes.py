@@ -381,8 +381,8 @@ def argument(node: fx.Node, name: str) -> Any:
     if name in node.kwargs:
         return node.kwargs[name]
     names = [a.name for a in target._schema.arguments if not a.kwarg_only]
-    at = names.index(name) if name in names else len(node.args)
-    return node.args[at] if at < len(node.args) else None
+    place = names.index(name) if name in names else len(node.args)
+    return node.args[place] if place < len(node.args) else None
 
 
 def collective_group(node: fx.Node) -> str | None:
@@ -396,8 +396,8 @@ def collective_group(node: fx.Node) -> str | None:
 
 def group_size(start: fx.Node) -> int:
     """Return the number of ranks in a collective's process group."""
-    given = argument(start, "group_size")
-    return int(group_by_name(group_name(start)).size() if given is None else given)
+    size = argument(start, "group_size")
+    return int(group_by_name(group_name(start)).size() if size is None else size)
 
 
 def reduce_op(start: fx.Node) -> str | None:

@@ -274,8 +274,8 @@ def unpadded_rows(start: fx.Node) -> int | None:
         while stack:
             node = stack.pop()
             if _is_pad(node):
-                made = (n for n in node.all_input_nodes if n.op == "call_function")
-                new = [n for n in made if not n.all_input_nodes]
+                computed = (n for n in node.all_input_nodes if n.op == "call_function")
+                new = [n for n in computed if not n.all_input_nodes]
                 return sum(
                     int(n.meta["val"].shape[0]) for n in node.all_input_nodes if n not in new
                 )

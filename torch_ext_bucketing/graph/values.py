@@ -75,9 +75,9 @@ def is_move(node: fx.Node) -> bool:
 
 def is_zeros(node: fx.Node) -> bool:
     """Return whether ``node`` creates a tensor of zeros."""
-    at = _FULL.get(node.target)  # type: ignore[arg-type]
-    if at is not None:
-        return len(node.args) > at and node.args[at] == 0
+    fill_argument = _FULL.get(node.target)  # type: ignore[arg-type]
+    if fill_argument is not None:
+        return len(node.args) > fill_argument and node.args[fill_argument] == 0
     return node.target in _ZEROS
 
 

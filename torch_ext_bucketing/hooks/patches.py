@@ -51,13 +51,13 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
     """
     lines = split_lines(data)
     diffs: list[FileDiff] = []
-    at = 0
+    number = 0
 
-    def fail(what: str) -> HooksError:
-        return HooksError(f"{name}, line {at + 1}: {what}")
+    def fail(reason: str) -> HooksError:
+        return HooksError(f"{name}, line {number + 1}: {reason}")
 
-    while at < len(lines):
-        line = lines[at]
+    while number < len(lines):
+        line = lines[number]
         if diffs and line.startswith(b"@@ "):
             head = _HUNK.match(line)
             if head is None:
@@ -65,17 +65,17 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
             old, new = (int(count or 1) for count in head.group(2, 4))
             hunk = Hunk(head[0].decode(), int(head[1]), int(head[3]), [], [])
             diffs[-1][1].append(hunk)
-            at += 1
+            number += 1
             while old > 0 or new > 0:
                 # An empty context line may have lost its leading blank in the mail.
-                line = lines[at] if at < len(lines) else b""
+                line = lines[number] if number < len(lines) else b""
                 kind, text = (b" ", line) if line == b"\n" else (line[:1], line[1:])
                 if kind not in (b" ", b"-", b"+"):
                     raise fail("the hunk is cut short")
-                at += 1
-                if lines[at : at + 1] and lines[at].startswith(b"\\ "):
+                number += 1
+                if lines[number : number + 1] and lines[number].startswith(b"\\ "):
                     text = text.removesuffix(b"\n")
-                    at += 1
+                    number += 1
                 hunk.trailing_context = hunk.trailing_context + 1 if kind == b" " else 0
                 if kind != b"+":
                     hunk.before.append(text)
@@ -83,7 +83,7 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
                 if kind != b"-":
                     hunk.after.append(text)
                     new -= 1
-            follows = lines[at] if at < len(lines) else b"-- "
+            follows = lines[number] if number < len(lines) else b"-- "
             if old or new or not follows.startswith((b"@@ ", b"diff --git ", b"-- ")):
                 raise fail("the hunk is longer than its header")
             continue
@@ -94,7 +94,7 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
             diffs.append((match[1].decode(), []))
         elif diffs and diffs[-1][0].startswith("torch/") and _NOT_TEXT.match(line):
             raise fail(f"{line.strip().decode('utf-8', 'replace')!r} is not supported")
-        at += 1
+        number += 1
     return [diff for diff in diffs if diff[0].startswith("torch/")]
 
 
@@ -145,9 +145,9 @@ def _apply(data: bytes, hunks: list[Hunk]) -> tuple[bytes, list[str]]:
         expected = max(hunk.start - bool(hunk.before), 0) + drift
         places = [expected] if _fits(lines, hunk, expected, earliest) else []
         if not places:
-            places = [at for at in range(len(lines) + 1) if _fits(lines, hunk, at, earliest)]
+            places = [p for p in range(len(lines) + 1) if _fits(lines, hunk, p, earliest)]
         if len(places) != 1:
-            lines_text = ", ".join(str(at + 1) for at in places[:5])
+            lines_text = ", ".join(str(place + 1) for place in places[:5])
             why = (
                 f"its lines moved and are found at lines {lines_text}: ambiguous"
                 if places
@@ -155,19 +155,19 @@ def _apply(data: bytes, hunks: list[Hunk]) -> tuple[bytes, list[str]]:
             )
             failures.append(f"{hunk.header}: {why}")
             continue
-        (at,) = places
-        lines[at : at + len(hunk.before)] = hunk.after
-        earliest = at + len(hunk.after)
-        drift += at - expected + len(hunk.after) - len(hunk.before)
+        (place,) = places
+        lines[place : place + len(hunk.before)] = hunk.after
+        earliest = place + len(hunk.after)
+        drift += place - expected + len(hunk.after) - len(hunk.before)
     return b"".join(lines), failures
 
 
-def _fits(lines: list[bytes], hunk: Hunk, at: int, earliest: int) -> bool:
-    end = at + len(hunk.before)
+def _fits(lines: list[bytes], hunk: Hunk, start: int, earliest: int) -> bool:
+    end = start + len(hunk.before)
     return (
-        earliest <= at
-        and lines[at:end] == hunk.before
-        and (hunk.start > 1 or at == 0)
+        earliest <= start
+        and lines[start:end] == hunk.before
+        and (hunk.start > 1 or start == 0)
         and (hunk.trailing_context > 0 or end == len(lines))
     )
 
@@ -175,21 +175,21 @@ def _fits(lines: list[bytes], hunk: Hunk, at: int, earliest: int) -> bool:
 def _first_difference(lines: list[bytes], hunk: Hunk, expected: int, earliest: int) -> str:
     """Name the first line that differs where the longest beginning of the hunk is found."""
 
-    def common(at: int) -> int:
+    def common(place: int) -> int:
         same = 0
-        for wanted, actual in zip(hunk.before, lines[at:], strict=False):
-            if wanted != actual:
+        for old_line, actual in zip(hunk.before, lines[place:], strict=False):
+            if old_line != actual:
                 break
             same += 1
         return same
 
     places = range(min(earliest, len(lines)), len(lines) + 1)
-    best = min(places, key=lambda at: (-common(at), abs(at - expected)))
+    best = min(places, key=lambda place: (-common(place), abs(place - expected)))
     number = best + common(best)
     if common(best) == len(hunk.before):
         return "its lines are found, but not at the beginning or the end of the file"
-    wanted = hunk.before[common(best)].decode("utf-8", "replace").rstrip("\n")
+    old_line = hunk.before[common(best)].decode("utf-8", "replace").rstrip("\n")
     if number == len(lines):
-        return f"line {number + 1}: expected {wanted!r}, found the end of the file"
+        return f"line {number + 1}: expected {old_line!r}, found the end of the file"
     actual = lines[number].decode("utf-8", "replace").rstrip("\n")
-    return f"line {number + 1}: expected {wanted!r}, found {actual!r}"
+    return f"line {number + 1}: expected {old_line!r}, found {actual!r}"

@@ -114,11 +114,11 @@ def list_series() -> list[Series]:
 
 def choose_series(version: str) -> Series:
     """Choose the series of this torch's minor version; for a torch newer than all, the newest."""
-    wanted = _minor(version)
+    minor = _minor(version)
     every = list_series()
     # A nightly is ahead of the newest series; most of the time that one still applies.
     for series in every:
-        if _minor(series.name) == wanted or (series is every[0] and _minor(series.name) < wanted):
+        if _minor(series.name) == minor or (series is every[0] and _minor(series.name) < minor):
             return series
     names = ", ".join(series.name for series in reversed(every))
     raise HooksError(f"torch {version} has no hooks; these versions have them: {names or 'none'}")
@@ -249,8 +249,8 @@ def install() -> Status:
         ModuleNotFoundError: torch is not installed.
     """
     with _lock:
-        now = status()
-        return now if now.state != "none" else _install(find_torch())
+        current = status()
+        return current if current.state != "none" else _install(find_torch())
 
 
 def _install(tree: TorchTree) -> Status:
@@ -319,8 +319,8 @@ def _refuse_early(finder: PatchedFinder) -> None:
 
 def _add_entries(module: ModuleType, before: bytes, after: bytes) -> None:
     """Add the patched source's new entries to the live config module, or change nothing."""
-    rest = iter(split_lines(after))
-    if not all(line in rest for line in split_lines(before)):
+    remaining = iter(split_lines(after))
+    if not all(line in remaining for line in split_lines(before)):
         raise ImportedTooEarlyError(
             f"{CONFIG_MODULE} was imported already, and the patch changes lines of it. Call "
             f"torch_ext_bucketing.hooks.install() first, or {_HOW_TO_DISK}"

@@ -110,13 +110,13 @@ class AddByUnit(GraphPass):
         """Warn of activations with gradients in this graph and sums in an earlier one."""
         # Forward runs the graphs in the order of their compiles, backward in reverse.
         gradients = {
-            input_key(of): value
+            input_key(source): value
             for output in g.find_nodes(op="output")
-            for value, of in gradient_outputs(output)
+            for value, source in gradient_outputs(output)
         }
         fqns = compilation.input_fqns or {}
         read = dict.fromkeys(self._units.unit_of(fqn) for fqn in fqns.values())
-        here = tuple(repr(self._units.units[unit][0]) for unit in read if unit is not None)
+        units_here = tuple(repr(self._units.units[unit][0]) for unit in read if unit is not None)
         for index, (name, tensor) in compilation.activations.items():
             x = tensor()
             if x is None or index not in gradients:
@@ -125,15 +125,15 @@ class AddByUnit(GraphPass):
             if x in self._summed:
                 compilation.warn(
                     f"the gradients of {name!r}, an input of unit "
-                    f"{format_names(dict.fromkeys(self._summed[x] + here)) or '(none)'}, are added "
-                    "graph by graph: several in an earlier graph, others in this one. Eager FSDP2 "
-                    "adds one after the other, so weights are not eager FSDP2's bit for bit. "
+                    f"{format_names(dict.fromkeys(self._summed[x] + units_here)) or '(none)'}, are "
+                    "added graph by graph: several in an earlier graph, others in this one. Eager "
+                    "FSDP2 adds one after the other, so weights are not eager FSDP2's bit for bit. "
                     "Remove the graph break between the two (torch.compile(..., fullgraph=True) "
                     "shows where it is)",
                     AddedByGraphWarning,
                 )
             elif _is_sum(gradients[index]):
-                self._summed[x] = here
+                self._summed[x] = units_here
 
     def __repr__(self) -> str:
         return f"AddByUnit(model, {self.units!r})"

@@ -9,9 +9,10 @@ from host memory, waits and compute nodes. Kernels between them may still fuse a
 
 It also pins where a bucket of reductions is packed. Inductor allocates the whole buffer for the
 first kernel that writes a part of it. That kernel may fuse with the one that computes the part,
-long before the other parts exist::
+long before the other parts exist, and before kernels that read large values for the last time::
 
-    sum  ...  mm1  cat(sum, mm1)  rs         cat after mm1, with all kernels that copy into it
+    sum1  ...  mm1  sum2  cat(sum1, mm1, sum2)  rs      cat after mm1 and sum2, with all kernels
+                                                        that copy into it
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .._torch.aot import Wrap, compile_aot, copies_in_partitioner, stage_of
 from .._torch.inductor import (
     CustomGraphPass,
     compile_inductor,
+    keep_dense,
     run_after,
     sort_topologically,
     uses_cuda_graphs,
@@ -43,6 +45,8 @@ from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_cou
 from ..fqns import format_names
 from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
+from ..graph.fusion import is_fused, is_reduction
+from ..graph.layout import pack_of
 from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
@@ -102,6 +106,11 @@ class BucketingBackend:
         self.passes = tuple(self.passes)
         self.pipeline = Pipeline(self.passes, self.model)
 
+    @property
+    def orders(self) -> bool:
+        """Whether a pass plans the order of the nodes, and so the peak of memory."""
+        return any(ORDER in p.provides for p in self.pipeline.ahead)
+
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
@@ -128,6 +137,7 @@ class BucketingBackend:
                 "backend(..., model=model)",
                 GuessedNamesWarning,
             )
+        _dynamo.forget_tensors_when_compiled(gm)
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         is_fresh = agrees and _dynamo.is_first_compile()
@@ -186,8 +196,8 @@ class _Compile:
     def after(self, graph: fx.Graph) -> GraphLaunches:
         """Run the passes on a graph after the partitioner; return its launches."""
         pipeline, compilation = self.backend.pipeline, self.compilation
-        made = pipeline.run("forward_backward", graph, compilation)
-        buckets = (bucket for report in made for bucket in report.buckets)
+        reports = pipeline.run("forward_backward", graph, compilation)
+        buckets = (bucket for report in reports for bucket in report.buckets)
         return launches_of(graph, stage_of(graph), buckets, pipeline.planned_with(compilation))
 
     def extend(self, gm: fx.GraphModule) -> tuple[list[Any], Wrap]:
@@ -211,17 +221,18 @@ class _Compile:
 
         return [node.meta["val"] for node in inputs], wrap
 
-    def by_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
+    def by_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Any:
         """Compile by Inductor, with the passes in its config."""
         return compile_inductor(
             gm,
             inputs,
             joint=_InductorPass(self, "joint"),
             post_grad=_InductorPass(self, "forward_backward"),
-            options=given.get("options"),
-            mode=given.get("mode"),
+            options=keywords.get("options"),
+            mode=keywords.get("mode"),
             cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
             prefetch=self.backend.prefetch,
+            holds=not self.backend.orders,
             meshes=self.meshes,
             extend=self.extend if self.compilation.extension else None,
             check=self.check.wrap if self.check else None,
@@ -231,7 +242,7 @@ class _Compile:
     def by_aot(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
         """Compile by AOTAutograd, and each graph by the backend's callable, if it has one."""
 
-        def each(graph: fx.GraphModule) -> Wrap:
+        def per_graph(graph: fx.GraphModule) -> Wrap:
             launches = self.after(graph.graph)
             if self.check:
                 self.check.keep(graph.graph, graph)
@@ -248,7 +259,7 @@ class _Compile:
             compiler = lambda graph, inputs: stand_in(graph.graph)  # noqa: E731
         joint = lambda gm: self.joint(gm.graph)  # noqa: E731
         return compile_aot(
-            gm, inputs, joint=joint, extend=self.extend, each=each, compiler=compiler
+            gm, inputs, joint=joint, extend=self.extend, per_graph=per_graph, compiler=compiler
         )
 
 
@@ -278,18 +289,18 @@ class _InductorPass(CustomGraphPass):
             work.check.keep(graph, graph.owning_module)
         if backend.only_plans:
             raise Planned(graph)
-        if any(ORDER in p.provides for p in backend.pipeline.ahead):
+        if backend.orders:
             pin_order(graph)  # last, since wrapping hides a node's operator
 
     def graph_compiled(self) -> CompileReport | None:
         """Return the report that caches store with the graph."""
         return self._made
 
-    def graph_ready(self, kept: CompileReport | None) -> None:
+    def graph_ready(self, cached: CompileReport | None) -> None:
         """Add the report of a graph that was loaded from a cache."""
-        made, self._made = self._made, None
-        if made is None and kept is not None:
-            self._work.compilation.report.add_cached(kept)
+        report, self._made = self._made, None
+        if report is None and cached is not None:
+            self._work.compilation.report.add_cached(cached)
 
     def uuid(self) -> str | None:
         work, backend = self._work, self._work.backend
@@ -309,7 +320,7 @@ class _InductorPass(CustomGraphPass):
 def _warn_of_group_names(launches: GraphLaunches) -> None:
     """Warn if a graph that is compiled for all ranks names a process group."""
     # Group names are part of the traced graph and of the settings of passes, so of cache keys.
-    named = [of.group for of in launches.groups if of.group != default_group().group_name]
+    named = [g.group for g in launches.groups if g.group != default_group().group_name]
     if named and compiles_for_all_ranks():
         log.warning(
             "the %s graph is compiled for all ranks, but names process groups that only their "
@@ -322,8 +333,9 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
 
 def pin_order(graph: fx.Graph) -> int:
     """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
-    packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
-    wanted: dict[fx.Node, list[fx.Node]] = {}
+    packs = {p for n in graph.nodes if is_collective(n) and (p := pack_of(n)) is not None}
+    keep_dense(packs)
+    earlier: dict[fx.Node, list[fx.Node]] = {}
     pinned: list[fx.Node] = []
     after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
     for node in graph.nodes:
@@ -336,25 +348,33 @@ def pin_order(graph: fx.Graph) -> int:
         starts = is_collective(node) or host_stream(node) is not None
         in_order = starts or launched_by(node) is not None or is_compute(node)
         if (in_order or node in packs) and after[node] < len(pinned):
-            wanted[node] = pinned[-1:]
+            earlier[node] = pinned[-1:]
             after[node] = len(pinned)
+        if node in packs:
+            late = [n for n in _sums(node) if not pinned or n > pinned[-1]]
+            if late:
+                earlier[node] = [*earlier.get(node, ()), *late]
         if in_order:
             pinned.append(node)
             after[node] = len(pinned)
-    run_after(graph, wanted)
-    return len(wanted)
+    run_after(graph, earlier)
+    return len(earlier)
 
 
-def _pack(start: fx.Node) -> fx.Node | None:
-    """Find the ``cat`` that packs the buffer of a collective and of nothing else."""
-    node = start
-    while node is start or is_view(node):
-        if not node.all_input_nodes:
-            return None
-        node = node.all_input_nodes[0]
-        if len(node.users) > 1:
-            return None
-    return node if node.target == torch.ops.aten.cat.default else None
+def _sums(pack: fx.Node) -> list[fx.Node]:
+    """Return the reductions that a buffer is packed from; a fused kernel packs other values."""
+    sums: list[fx.Node] = []
+    visited, stack = set[fx.Node](), list(pack.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        if is_reduction(node):
+            sums.append(node)
+        elif is_fused(node) or (is_view(node) and node.op == "call_function"):
+            stack += node.all_input_nodes
+    return sums
 
 
 def backend(

@@ -120,9 +120,9 @@ class Compilation:
     def analysis(self, graph: fx.Graph) -> GraphAnalysis:
         """Analyse ``graph``, once until the next pass has run."""
         if self._analysis is None or self._analysis.graph is not graph:
-            more = self.baseline.external_live_bytes
+            live_bytes = self.baseline.external_live_bytes
             self._analysis = GraphAnalysis(
-                graph, self.size_hints, external_live_bytes=more, fuses=self.fuses
+                graph, self.size_hints, external_live_bytes=live_bytes, fuses=self.fuses
             )
         return self._analysis
 
@@ -147,13 +147,13 @@ class Compilation:
             self.baseline = replace(self.baseline, peak_bytes=self.analysis(graph).peak_bytes)
 
     def _external_live_bytes(self, graph: fx.Graph) -> int:
-        mine = kept_inputs(graph, SizeHints.of(self.size_hints))
+        kept_bytes = kept_inputs(graph, SizeHints.of(self.size_hints))
         beside = beside_bytes(graph)
         if stage_of(graph) != "backward":
-            self._forward_inputs = mine
+            self._forward_inputs = kept_bytes
             return beside
         # Backward may read only the shape of a shard that is uneven on other ranks: 0 bytes.
-        unseen = (n - mine.get(name, 0) for name, n in self._forward_inputs.items())
+        unseen = (n - kept_bytes.get(name, 0) for name, n in self._forward_inputs.items())
         return beside + sum(n for n in unseen if n > 0)
 
     @property

@@ -29,10 +29,10 @@ def code_of_fields(value: Any, name: str = "") -> str:
         default = f.default
         if f.default_factory is not dataclasses.MISSING:
             default = f.default_factory()
-        given = getattr(value, f.name)
-        if f.init and f.repr and (default is dataclasses.MISSING or given != default):
+        field_value = getattr(value, f.name)
+        if f.init and f.repr and (default is dataclasses.MISSING or field_value != default):
             by_name = f.kw_only or default is not dataclasses.MISSING
-            parts.append((f"{f.name}=" if by_name else "") + code_of(given))
+            parts.append((f"{f.name}=" if by_name else "") + code_of(field_value))
     return f"{name or type(value).__name__}({', '.join(parts)})"
 
 
@@ -146,10 +146,10 @@ def key_of(cls: type, settings: Callable[[], tuple[Any, ...]]) -> str | None:
 _logged: dict[str, None] = {}
 
 
-def log_no_uuid(what: str, error: NoUuidError) -> None:
+def log_no_uuid(uncached: str, error: NoUuidError) -> None:
     """Log once per reason why graphs are not cached."""
     # Inductor's own log has only that a pass is unsupported.
-    text = f"Inductor's graph caches are bypassed for {what}: {error}"
+    text = f"Inductor's graph caches are bypassed for {uncached}: {error}"
     if text not in _logged:
         _logged[text] = None
         log.warning(text)

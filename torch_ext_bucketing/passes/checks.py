@@ -25,7 +25,7 @@ from ..fqns import format_names
 from ..fsdp.units import Units
 from ..graph.analysis import Collective
 from ..graph.nodes import Kind, is_bucket, kind_of, member_tags, replaced_kind, tag_of
-from ..reports.base import LeftAlone, LeftCause, size_text
+from ..reports.base import LeftCause, size_text
 from ..reports.compile import UNEVEN, GraphReport, PayloadMember, Unmerged
 from .base import Compilation
 
@@ -80,10 +80,10 @@ def warn_of_padding(
     ]
     for start in graph.nodes:
         if kind_of(start) == "all_gather" and tag_of(start) is not None and not is_bucket(start):
-            one = Collective(start, "all_gather")
-            if one.rows is not None:
-                member = PayloadMember(one.fqns, 0, one.nbytes, one.shape, "", one.rows)
-                gathers.append((one.ranks, [member]))
+            gather = Collective(start, "all_gather")
+            if gather.rows is not None:
+                member = PayloadMember(gather.fqns, 0, gather.nbytes, gather.shape, "", gather.rows)
+                gathers.append((gather.ranks, [member]))
     padded = [(ranks, m, m.padding(ranks)) for ranks, members in gathers for m in members]
     uneven = [
         (ranks, members)
@@ -93,7 +93,7 @@ def warn_of_padding(
     ]
     if not uneven:
         return
-    ranks, worst, _ = max(padded, key=lambda each: each[2])
+    ranks, worst, _ = max(padded, key=lambda p: p[2])
     rows = worst.rows or 1
     times = worst.shape[0] * ranks / rows
     shape = (rows, *worst.shape[1:])
@@ -129,11 +129,11 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     starts = serving or starts
     if len(starts) < 2:
         return ""
-    left: dict[str, LeftAlone] = {x.node: x for r in reports for x in (*r.unmerged, *r.ineligible)}
+    left_alone = {x.node: x for r in reports for x in (*r.unmerged, *r.ineligible)}
     asked = {kind for report in reports for kind in report.kinds}
     whys: Counter[tuple[str, str]] = Counter()  # by why, and what to change
     for node in starts:
-        kind, alone, way = replaced_kind(node), left.get(node.name), ""
+        kind, alone, way = replaced_kind(node), left_alone.get(node.name), ""
         if isinstance(alone, Unmerged) and alone.closed_by == "search":
             return ""  # the caps that the search chose are the fastest ones
         if isinstance(alone, Unmerged):
@@ -157,10 +157,10 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
 
 def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
     """Explain that one kind of reduction is bucketed and another is not; empty otherwise."""
-    left = _REDUCTIONS - {kind for report in reports for kind in report.kinds}
-    if len(left) != 1:
+    unbucketed = _REDUCTIONS - {kind for report in reports for kind in report.kinds}
+    if len(unbucketed) != 1:
         return ""
-    (kind,) = left
+    (kind,) = unbucketed
     number = sum(replaced_kind(node) == kind and tag_of(node) is not None for node in graph.nodes)
     if number < 2:
         return ""
@@ -185,11 +185,11 @@ class DividedUnits:
         # Gathers do not count: they copy, at any offset.
         tags = (tag for node in graph.nodes for tag in member_tags(node) if tag is not None)
         reduced = Counter((t.kind, fqn) for t in tags if t.kind != "all_gather" for fqn in t.fqns)
-        here: dict[int, dict[str, None]] = {}
+        reduced_by_unit: dict[int, dict[str, None]] = {}
         several = []
         for (_, fqn), times in reduced.items():
             if (unit := self._units.unit_of(fqn)) is not None:
-                here.setdefault(unit, {})[fqn] = None
+                reduced_by_unit.setdefault(unit, {})[fqn] = None
                 several += [fqn] * (times > 1)
         if several:
             compilation.warn_of_bits(
@@ -199,19 +199,19 @@ class DividedUnits:
                 "report names the reason",
             )
         divided = []
-        for unit, fqns in here.items():
+        for unit, fqns in reduced_by_unit.items():
             frames = self._seen.setdefault(unit, {})
             frames[compilation.frame] = tuple(fqns)
             # A recompiled frame replaces its graph. Graphs of equal parameters take turns in a
             # step (ReduceOnce), and divide nothing.
             elsewhere = [f for f in frames.values() if set(f) != set(fqns)]
-            divided += [(there, fqns) for there in elsewhere[-1:]]
+            divided += [(earlier, fqns) for earlier in elsewhere[-1:]]
         if divided:
-            (there, these), more = divided[0], len(divided) - 1
+            (earlier, these), further = divided[0], len(divided) - 1
             compilation.warn_of_bits(
-                f"one unit's gradients are reduced in several graphs: {format_names(there)} in an "
-                f"earlier one, {format_names(these)} in this one"
-                + (f" (and {more} more unit(s))" if more else ""),
+                f"one unit's gradients are reduced in several graphs: {format_names(earlier)} in "
+                f"an earlier one, {format_names(these)} in this one"
+                + (f" (and {further} more unit(s))" if further else ""),
                 "Remove the graph break between them (torch.compile(..., fullgraph=True) reports "
                 "it), or make each side's parameters a unit, in eager FSDP2 as well",
             )

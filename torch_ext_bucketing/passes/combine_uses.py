@@ -111,17 +111,17 @@ class CombineUses(GraphPass):
 def combine_uses(graph: fx.Graph) -> CombineReport:
     """Run :class:`CombineUses` on a tagged joint or inference graph in topological order."""
     combined: list[CombinedUses] = []
-    left: list[LeftAlone] = []
+    left_alone: list[LeftAlone] = []
     # The parameters with several collectives of one kind and group, in graph order.
     tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
     several = (tag.fqns for (tag, _), count in Counter(tags).items() if count > 1)
     for fqns in dict.fromkeys(several):
-        done, kept = _combine(graph, fqns)
+        done, unshared = _combine(graph, fqns)
         combined += done
-        left += kept
+        left_alone += unshared
     if combined:
         graph.lint()
-    return CombineReport(tuple(combined), left=tuple(left))
+    return CombineReport(tuple(combined), left=tuple(left_alone))
 
 
 def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses], list[LeftAlone]]:
@@ -129,28 +129,28 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
     # Equal nodes read equal values only as long as no node writes in between.
     if not Writes(graph.nodes).unordered:
         _share_forms(graph, _gathers(_serving(graph, fqns)))
-    mine = _serving(graph, fqns)
-    gathers = _gathers(mine)
+    collectives = _serving(graph, fqns)
+    gathers = _gathers(collectives)
     facts = GraphAnalysis(graph)
-    tree = _find_tree(facts, mine)
+    tree = _find_tree(facts, collectives)
     saved = 0
 
-    mergeable, kept = _same_gathers(fqns, gathers, facts) if len(gathers) > 1 else ([], [])
+    mergeable, left_alone = _same_gathers(fqns, gathers, facts) if len(gathers) > 1 else ([], [])
     plan: dict[fx.Node, Cut] = {}
     # The parameter's values before a write and after it have different gradients.
-    if tree.uses and not any(x.cause is LeftCause.WRITTEN for x in kept):
+    if tree.uses and not any(x.cause is LeftCause.WRITTEN for x in left_alone):
         plan, reason = _plan_reduction(tree, gathers, facts)
         if reason:
-            kept.append(LeftAlone(fqns, reason))
+            left_alone.append(LeftAlone(fqns, reason))
 
     # torch drops a gather whose result no kernel reads, so sharing it saves nothing.
     read = [n for n in gathers if _is_read(n)]
-    left = len(read)
-    for first, *others in mergeable:
-        unread = max(0, sum(n in read for n in (first, *others)) - 1)
-        left -= unread
+    remaining = len(read)
+    for first, *equal in mergeable:
+        unread = max(0, sum(n in read for n in (first, *equal)) - 1)
+        remaining -= unread
         saved += unread * wire_bytes(first)
-        for start in others:
+        for start in equal:
             (wait,), (shared,) = start.users, first.users
             wait.replace_all_uses_with(shared)
             erase_unused([wait])
@@ -160,11 +160,11 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses]
         saved += _reduce_once(graph, tree, plan, facts.position)
     if plan or mergeable:
         sort_topologically(graph)
-    if left == len(read) and not plan:
-        return [], kept
+    if remaining == len(read) and not plan:
+        return [], left_alone
     number = len(tree.uses)
     reduced = (number, 1 if plan else number)
-    return [CombinedUses(fqns, (len(read), left), reduced, dtype, saved)], kept
+    return [CombinedUses(fqns, (len(read), remaining), reduced, dtype, saved)], left_alone
 
 
 def _serving(graph: fx.Graph, fqns: tuple[str, ...]) -> list[fx.Node]:
@@ -183,7 +183,7 @@ def _same_gathers(
     fqns: tuple[str, ...], gathers: Sequence[fx.Node], facts: GraphAnalysis
 ) -> tuple[list[list[fx.Node]], list[LeftAlone]]:
     """Group the gathers of equal values, two or more each; return reasons for the others."""
-    left: list[LeftAlone] = []
+    left_alone: list[LeftAlone] = []
     position, writes = facts.position, facts.writes
     structures = StructuralIds(position)
     groups: dict[Any, list[fx.Node]] = {}
@@ -192,11 +192,11 @@ def _same_gathers(
         wait = only_wait(start)
         if "out" in start.kwargs or wait is None:
             reason = f"nodes other than one wait read {start.name}"
-            left.append(LeftAlone(fqns, reason))
+            left_alone.append(LeftAlone(fqns, reason))
             continue
         if writes.is_written(start) or writes.is_written(wait):
             reason = f"a node writes to the result of {start.name}"
-            left.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
+            left_alone.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
             continue
         source, structure = structures.from_source(start.all_input_nodes[0])
         # The epoch is the number of writes to the source that precede the gather. If a write lies
@@ -212,8 +212,8 @@ def _same_gathers(
     for node, several in epochs.items():
         if len(several) > 1:
             reason = f"{_writes_to(node, writes)[0].name} writes to it between its uses"
-            left.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
-    return [group for group in groups.values() if len(group) > 1], left
+            left_alone.append(LeftAlone(fqns, reason, cause=LeftCause.WRITTEN))
+    return [group for group in groups.values() if len(group) > 1], left_alone
 
 
 def _writes_to(source: fx.Node, writes: Writes) -> list[fx.Node]:
@@ -274,11 +274,11 @@ def _summands_of(add: fx.Node) -> tuple[fx.Node, ...]:
     values = [v for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
     if len(values) != 2:
         return ()
-    one, other = values
-    return nodes if same_shape(one.shape, other.shape) and one.dtype == other.dtype else ()
+    first, second = values
+    return nodes if same_shape(first.shape, second.shape) and first.dtype == second.dtype else ()
 
 
-def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree:
+def _find_tree(facts: GraphAnalysis, collectives: Sequence[fx.Node]) -> _Tree:
     """Find the sum with two or more reductions of a parameter; without one, return an empty sum."""
     for output in facts.graph.find_nodes(op="output"):
         for node in output.all_input_nodes:
@@ -291,7 +291,7 @@ def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree:
             tree.grow(node)
             for leaf in tree.leaves:
                 cuts = list(cuts_before(leaf, facts.position))
-                if any(start in mine for start in cuts[-1].reductions):
+                if any(start in collectives for start in cuts[-1].reductions):
                     tree.uses[leaf] = cuts
             if len(tree.uses) > 1:
                 return tree
@@ -376,8 +376,8 @@ def _kept_dtype(tree: _Tree, facts: GraphAnalysis) -> dict[torch.dtype, None]:
         if node is not tree.adds[0]:
             continue
         for parameter in facts.graph.find_nodes(op="placeholder"):
-            own = parameter.meta.get("desc")
-            if own is not None and base_input(own) == base_input(grad_of):
+            origin = parameter.meta.get("desc")
+            if origin is not None and base_input(origin) == base_input(grad_of):
                 return {} if facts.writes.is_written(parameter) else _used_in(parameter)
     return {}
 
@@ -415,8 +415,8 @@ def _reduce_once(
     summands = [s for cut in cuts.values() for s in _summands(cut.node, position)]
     summands.sort(key=lambda s: s[0])
     # All other gradients are there before the last one, so its reduction can take the sum.
-    kept = max(cuts, key=lambda leaf: position[cuts[leaf].node])
-    cut = cuts[kept]
+    last = max(cuts, key=lambda leaf: position[cuts[leaf].node])
+    cut = cuts[last]
     total = _sum(graph, [node for _, node in summands], tree.adds[0], position)
     # The views and collectives that follow were recorded for these strides or contiguous ones.
     if total.meta["val"].stride() != cut.node.meta["val"].stride():
@@ -426,13 +426,13 @@ def _reduce_once(
 
     saved = 0
     unused = [c.node for c in cuts.values()]
-    for leaf, other in cuts.items():
-        if leaf is not kept:
-            saved += sum(map(wire_bytes, other.reductions))
+    for leaf, removed in cuts.items():
+        if leaf is not last:
+            saved += sum(map(wire_bytes, removed.reductions))
             add = next(iter(leaf.users))
-            (rest,) = (a for a in add.all_input_nodes if a is not leaf)
-            add.replace_all_uses_with(rest)
-            graph.erase_node(add)  # now, so that a dead sum does not count as a reader of the rest
+            (sibling,) = (a for a in add.all_input_nodes if a is not leaf)
+            add.replace_all_uses_with(sibling)
+            graph.erase_node(add)  # now, so that a dead sum does not count as its reader
             unused.append(leaf)
     erase_unused(unused)
     return saved

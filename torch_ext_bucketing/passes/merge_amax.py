@@ -59,15 +59,15 @@ class MergeAmax(GraphPass):
                     if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
                         fqns.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
         groups: dict[Any, list[fx.Node]] = {}
-        left: list[LeftAlone] = []
+        left_alone: list[LeftAlone] = []
         # Merging moves the reads of all members to one place, so that no write may lie between.
         writes = Writes(graph.nodes).unordered
         for node in [n for n in graph.nodes if n in fqns]:
             why = "the graph writes to tensors" if writes else unmergeable(node)
-            if not why and any(other in fqns for other in ancestors([node])):
+            if not why and any(ancestor in fqns for ancestor in ancestors([node])):
                 why = "it depends on another of these all-reduces"
             if why:
-                left.append(LeftAlone(tuple(fqns[node]), why, node.name))
+                left_alone.append(LeftAlone(tuple(fqns[node]), why, node.name))
             else:
                 groups.setdefault(bucket_key(node), []).append(node)
         merged = [members for members in groups.values() if len(members) > 1]
@@ -76,6 +76,6 @@ class MergeAmax(GraphPass):
         if merged:
             sort_topologically(graph)
             graph.lint()
-        if merged or left:
-            report = AmaxReport(tuple(map(len, merged)), left=tuple(left))
+        if merged or left_alone:
+            report = AmaxReport(tuple(map(len, merged)), left=tuple(left_alone))
             compilation.report.rewrites.append(report)

@@ -87,17 +87,17 @@ class Park(GraphPass):
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         if _aot.stage_of(graph) == "inference":
             return
-        wanted: dict[str, list[fx.Node]] = {name: [] for name in self.modules}
+        chosen: dict[str, list[fx.Node]] = {name: [] for name in self.modules}
         for node in could_park(graph):
             fqn = canonical_fqn(module_of(node) or "")
-            for name, nodes in wanted.items():
+            for name, nodes in chosen.items():
                 if not name or fqn == name or fqn.startswith(f"{name}."):
                     nodes.append(node)
-        for node in dict.fromkeys(n for nodes in wanted.values() for n in nodes):
+        for node in dict.fromkeys(n for nodes in chosen.values() for n in nodes):
             mark(node)
-        left = [LeftAlone((name,), "no activation") for name, nodes in wanted.items() if not nodes]
-        if left:
-            compilation.report.rewrites.append(ParkReport({}, left=tuple(left)))
+        left_alone = [LeftAlone((n,), "no activation") for n, nodes in chosen.items() if not nodes]
+        if left_alone:
+            compilation.report.rewrites.append(ParkReport({}, left=tuple(left_alone)))
 
     def finish(self, graph: fx.Graph, compilation: Compilation) -> None:
         finish(graph, compilation)
@@ -114,9 +114,9 @@ def _can_be_copied(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or node.op != "call_function":
         return False
-    known = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+    is_static = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
     plain = not is_view(node) and node.target is not operator.getitem
-    return plain and known and value.numel() > 0 and value.is_contiguous()
+    return plain and is_static and value.numel() > 0 and value.is_contiguous()
 
 
 def mark(node: fx.Node) -> None:

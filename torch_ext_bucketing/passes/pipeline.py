@@ -117,8 +117,8 @@ class MatchFSDP2(GraphPass):
         return tuple(in_order([self])[1:])
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
-        for each in self.parts:
-            each.run(graph, compilation)
+        for part in self.parts:
+            part.run(graph, compilation)
             compilation.changed()
 
     def __repr__(self) -> str:
@@ -135,23 +135,23 @@ class Pipeline:
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
         check_argument("passes", passes, Iterable)
-        given = tuple(passes)
-        for p in given:
+        chosen = tuple(passes)
+        for p in chosen:
             if not isinstance(p, GraphPass):
                 raise TypeError(f"{p!r} is not a pass: it must be a GraphPass")
             if p.stage not in ("joint", "forward_backward"):
                 raise ValueError(
                     f"{p.name}.stage must be 'joint' or 'forward_backward', got {p.stage!r}"
                 )
-        if why := _why_not(in_order(given)):
-            working = _working(given)
-            names = ", ".join(_listed(p, given) for p in working)
+        if why := _why_not(in_order(chosen)):
+            working = _working(chosen)
+            names = ", ".join(_listed(p, chosen) for p in working)
             raise PassOrderError(f"{why}. A list that works: [{names}]", working)
         self.disabled = off = _switched_off(
-            q for p in (*given, *in_order(given)) for q in (p, *p.parts)
+            q for p in (*chosen, *in_order(chosen)) for q in (p, *p.parts)
         )
-        ours = in_order([p for p in given if p.name not in off], model)
-        running = [p for p in ours if p.name not in off]
+        ordered = in_order([p for p in chosen if p.name not in off], model)
+        running = [p for p in ordered if p.name not in off]
         self.joint = tuple(p for p in running if p.stage == "joint")
         self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
         for p in running:
@@ -163,22 +163,22 @@ class Pipeline:
         passes = (q for p in self.forward_backward for q in (*p.parts, p))
         return tuple(q for q in passes if q.name not in self.disabled)
 
-    def compilation(self, **known: Any) -> Compilation:
-        """Start a compile; ``known`` are other fields of :class:`.Compilation`."""
-        compilation = Compilation(ahead=self.ahead, **known)
+    def compilation(self, **settings: Any) -> Compilation:
+        """Start a compile; ``settings`` are further fields of :class:`.Compilation`."""
+        compilation = Compilation(ahead=self.ahead, **settings)
         compilation.report.disabled = self.disabled
         return compilation
 
     def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> list[GraphReport]:
         """Run the passes of one stage, and warn about collectives that they did not bucket."""
         if stage == "joint":
-            made = run_passes(self.joint, stage, graph, compilation)
+            reports = run_passes(self.joint, stage, graph, compilation)
         else:
-            made = run_passes(self.forward_backward, stage, graph, compilation, self.joint)
-        warn_of_silence(graph_of(graph), made, compilation)
-        if made:
-            warn_of_padding(graph_of(graph), made, compilation)
-        return made
+            reports = run_passes(self.forward_backward, stage, graph, compilation, self.joint)
+        warn_of_silence(graph_of(graph), reports, compilation)
+        if reports:
+            warn_of_padding(graph_of(graph), reports, compilation)
+        return reports
 
     def planned_with(self, compilation: Compilation) -> str:
         """Name the inputs of plans and orders, for ranks to compare."""
@@ -218,18 +218,18 @@ def _why_not(passes: Sequence[GraphPass]) -> str:
 def _working(passes: Sequence[GraphPass]) -> list[GraphPass]:
     """Return a list that works, with as many of the passes as possible."""
     # Of two that decide the same, the one that decides more stays.
-    rest = list(passes)
+    remaining = list(passes)
     decided = set[str]()
     for p in sorted(passes, key=lambda p: -len(p.provides)):
         facts = p.provides - {BUCKETS}
         if facts & decided:
-            rest.pop(max(i for i, q in enumerate(rest) if q is p))
+            remaining.pop(max(i for i, q in enumerate(remaining) if q is p))
         decided |= facts
     # Each pass takes the last place where the list works, else it becomes a part of another pass.
     # Parts come last, and all come again, since a pass may require one after it.
-    rest.sort(key=lambda p: (p.stage != "joint", bool(p.option)))
+    remaining.sort(key=lambda p: (p.stage != "joint", bool(p.option)))
     working: list[GraphPass] = []
-    for p in rest * len(rest):
+    for p in remaining * len(remaining):
         if not any(p is q for q in working):
             tries = [[*working[:i], p, *working[i:]] for i in range(len(working), -1, -1)]
             for i, whole in enumerate(working):
@@ -240,24 +240,25 @@ def _working(passes: Sequence[GraphPass]) -> list[GraphPass]:
     return working
 
 
-def _listed(p: GraphPass, given: Sequence[GraphPass]) -> str:
+def _listed(p: GraphPass, chosen: Sequence[GraphPass]) -> str:
     """Name a pass; show the given pass that is a part of it now."""
-    if any(p is q for q in given):
+    if any(p is q for q in chosen):
         return p.name
     return f"{p.name}(..., {', '.join(f'{part.option}={part!r}' for part in p.parts)})"
 
 
 def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
     """List the class names that are switched off; subclasses of these classes stay on."""
-    wanted = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
-    if not wanted:
+    names = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    if not names:
         return ()
-    given = dict.fromkeys(p.name for p in passes)
-    known = sorted({*given, *_names_of_passes()})
-    unknown = [name for name in wanted if name not in known]
+    present = dict.fromkeys(p.name for p in passes)
+    accepted = sorted({*present, *_names_of_passes()})
+    unknown = [name for name in names if name not in accepted]
     if unknown:
-        raise ValueError(f"{DISABLE} names {', '.join(unknown)}; the passes are {', '.join(known)}")
-    return tuple(name for name in given if name in wanted)
+        names_of_all = ", ".join(accepted)
+        raise ValueError(f"{DISABLE} names {', '.join(unknown)}; the passes are {names_of_all}")
+    return tuple(name for name in present if name in names)
 
 
 def _names_of_passes() -> list[str]:
@@ -303,16 +304,16 @@ def whole_step_pass(
         names, trained = names_per_tensor(model)
         inputs = gm.graph.find_nodes(op="placeholder")
         (output,) = gm.graph.find_nodes(op="output")
-        others = len(pytree.tree_leaves(output.args[0])) - len(trained)
-        if others < 0 or len(inputs) < len(names):
+        other_outputs = len(pytree.tree_leaves(output.args[0])) - len(trained)
+        if other_outputs < 0 or len(inputs) < len(names):
             raise ValueError(
                 f"this is not a step of {type(model).__name__}, whose parameters are {len(names)} "
                 f"tensors, {len(trained)} of them trained: the graph has {len(inputs)} inputs "
-                f"and {others + len(trained)} outputs. Give the model that was traced"
+                f"and {other_outputs + len(trained)} outputs. Give the model that was traced"
             )
         # Tensors inside of a parameter besides its shard, such as scales, have no name.
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
-        added = run_pipeline(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
+        added = run_pipeline(gm, pipeline, shared, fqns, [*(None,) * other_outputs, *trained])
         if added:
             example_inputs.extend(node.meta["val"] for node in added)
         return gm
@@ -323,8 +324,8 @@ def whole_step_pass(
 def names_per_tensor(model: nn.Module) -> tuple[list[str | None], list[str | None]]:
     """List the parameter's name for each of its tensors: for all, and for trained parameters."""
     parameters = list(model.named_parameters(remove_duplicate=False))
-    names = [name_per_tensor(*each) for each in parameters]
-    trained = [of for of, (_, p) in zip(names, parameters, strict=True) if p.requires_grad]
+    names = [name_per_tensor(*parameter) for parameter in parameters]
+    trained = [t for t, (_, p) in zip(names, parameters, strict=True) if p.requires_grad]
     return list(itertools.chain(*names)), list(itertools.chain(*trained))
 
 

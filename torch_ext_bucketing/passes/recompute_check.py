@@ -92,9 +92,9 @@ class RecomputeCheck:
         self._recorded = {}
         digests = _Digests(graph, recorded)
         result = digests.finish(args)
-        again = [(name, *recorded[name], now) for name, (_, now) in digests.by_name.items()]
+        again = [(name, *recorded[name], digest) for name, (_, digest) in digests.by_name.items()]
         places = {name: i for i, name in enumerate(recorded)}
-        again.sort(key=lambda one: places[one[0]])
+        again.sort(key=lambda recomputed: places[recomputed[0]])
         # One copy to the host for all values.
         same = torch.stack([(a == b).cpu() for _, _, a, b in again]).tolist() if again else []
         differing = [node for (_, node, _, _), equal in zip(again, same, strict=True) if not equal]
@@ -121,9 +121,9 @@ class _Digests(fx.Interpreter):
 
     def finish(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph, and release its inputs."""
-        given = tuple(args)
+        inputs = tuple(args)
         args.clear()
-        result: Sequence[Any] = self.run(*given)
+        result: Sequence[Any] = self.run(*inputs)
         return result
 
     def run_node(self, n: fx.Node) -> Any:
@@ -136,8 +136,8 @@ class _Digests(fx.Interpreter):
                 value = n.target(*args, **kwargs)  # type: ignore[operator]
         else:
             value = super().run_node(n)
-        wanted = n.meta.get(_NAME) == n.name and (self._only is None or n.name in self._only)
-        if wanted and isinstance(value, torch.Tensor) and _has_values(n):
+        recorded = n.meta.get(_NAME) == n.name and (self._only is None or n.name in self._only)
+        if recorded and isinstance(value, torch.Tensor) and _has_values(n):
             self.by_name[n.name] = n, digest_of(value)
         return value
 

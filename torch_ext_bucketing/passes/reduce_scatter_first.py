@@ -54,8 +54,8 @@ class ScatterReport(RewriteReport):
     @property
     def replica_bytes(self) -> tuple[int, int]:
         """Sum over the swapped gradients, before and after."""
-        each = [s.replica_bytes for s in self.swapped]
-        return sum(before for before, _ in each), sum(after for _, after in each)
+        nbytes = [s.replica_bytes for s in self.swapped]
+        return sum(before for before, _ in nbytes), sum(after for _, after in nbytes)
 
     def _lines(self) -> list[str]:
         before, after = map(size_text, self.replica_bytes)
@@ -83,7 +83,7 @@ class ReduceScatterFirst(GraphPass):
 def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
     """Run :class:`ReduceScatterFirst` on a tagged joint graph, which stays in topological order."""
     swapped: list[ReducedShard] = []
-    left: list[LeftAlone] = []
+    left_alone: list[LeftAlone] = []
     position = positions(graph)
     written = Writes(graph.nodes).written
     for reduce in list(graph.nodes):
@@ -98,7 +98,7 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
         cut = next((c for c in cuts if started_by(c.node) is reduce), None)
         reason = _why_not(reduce, scatter, cut, written)
         if reason or cut is None:
-            left.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
+            left_alone.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
             continue
         before = nbytes_of(reduce)
         _swap(graph, reduce, scatter, cut)
@@ -106,7 +106,7 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
     if swapped:
         sort_topologically(graph)
         graph.lint()
-    return ScatterReport(tuple(swapped), left=tuple(left))
+    return ScatterReport(tuple(swapped), left=tuple(left_alone))
 
 
 def _scatter_after(reduce: fx.Node) -> fx.Node | None:

@@ -147,26 +147,26 @@ def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
 
 
 def reshard_to(
-    graph: fx.Graph, chains: Chains, smaller: SmallerGroup, wanted: Callable[[Tag], bool]
+    graph: fx.Graph, chains: Chains, smaller: SmallerGroup, selects: Callable[[Tag], bool]
 ) -> ReshardReport:
     """Add a second all-gather, in the smaller group, for all readers of gathered parameters.
 
     ``chains`` (see :func:`.parameter_chains`) has the nodes from each parameter of a joint graph to
-    its uses, and ``wanted`` selects all-gathers by tag. A parameter that backward does not read
+    its uses, and ``selects`` chooses all-gathers by tag. A parameter that backward does not read
     gets none. A parameter whose gathered value can't be divided among the ranks of ``smaller`` is
     gathered again over its own group, with the reason in the report; if none can, this is a
     ``ValueError``.
     """
-    tags = {s: tag for s in chains if (tag := tag_of(s)) is not None and wanted(tag)}
+    tags = {s: tag for s in chains if (tag := tag_of(s)) is not None and selects(tag)}
     reasons = _why_not(tags, smaller)
     read = Halves(graph).read_in_backward([n for s in tags for n in chains[s]])
     twice = [s for s in read_in_forward(chains) if s in read]
-    left: list[LeftAlone] = []
+    left_alone: list[LeftAlone] = []
     resharded: list[Resharded] = []
     for start, tag in tags.items():
         chain = chains[start]
         if reasons[start]:
-            left.append(LeftAlone(tag.fqns, reasons[start]))
+            left_alone.append(LeftAlone(tag.fqns, reasons[start]))
         elif start in twice and ranks_of(group_name(start)) != smaller.ranks:
             part, *chain = _gather_twice(graph, start, tag, smaller, chain)
             mark_save(part)
@@ -175,7 +175,7 @@ def reshard_to(
             mark_recompute(node)
     if resharded:
         graph.lint()
-    return ReshardReport(len(smaller.ranks), tuple(resharded), left=tuple(left))
+    return ReshardReport(len(smaller.ranks), tuple(resharded), left=tuple(left_alone))
 
 
 def what_fits(chains: Chains, smaller: SmallerGroup) -> Smaller:

@@ -53,10 +53,10 @@ class SeparateGroups(GraphPass):
         check_argument("mesh", mesh, DeviceMesh)
         self._set(kinds=check_kinds(self.kinds))
         for dim in range(mesh.ndim):
-            mine = mesh.get_group(dim)
+            group = mesh.get_group(dim)
             rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
-            second = new_groups(rows, dist.get_backend(mine))
-            self.second[mine.group_name] = second.group_name
+            second = new_groups(rows, dist.get_backend(group))
+            self.second[group.group_name] = second.group_name
             self._groups.append(second)
 
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:

@@ -55,10 +55,10 @@ class TagParameters(GraphPass):
                     start.meta[PAYLOAD_FIELD] = place
                 unknown.update(dict.fromkeys(self.order.unknown(tag.fqns)))
             if unknown:
-                known = (fqn for unit in self.order.units for fqn in unit)
+                ordered = (fqn for unit in self.order.units for fqn in unit)
                 compilation.warn(
                     f"the order holds no {format_names(unknown)}, so buckets with their "
-                    f"collectives keep graph order{nearest_names(next(iter(unknown)), known)}",
+                    f"collectives keep graph order{nearest_names(next(iter(unknown)), ordered)}",
                     PayloadOrderWarning,
                 )
         compilation.tagged = len(tags)

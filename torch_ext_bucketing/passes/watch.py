@@ -43,7 +43,7 @@ class _Calls:
 
 
 @dataclass
-class _Known:
+class _ModelWatch:
     """Parameters of one model: in compiled graphs, and watched because they were in none."""
 
     compiled: set[str] = field(default_factory=set)
@@ -52,7 +52,7 @@ class _Known:
 
 
 # Shared by all backends: each block may be compiled with its own.
-_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+_watch_by_model: weakref.WeakKeyDictionary[nn.Module, _ModelWatch] = weakref.WeakKeyDictionary()
 
 
 def _look_for_shards(parameters: Sequence[Any], names: str, compilation: Compilation) -> None:
@@ -113,19 +113,19 @@ class RunWatch:
         def run(*args: Any, **kwargs: Any) -> Any:
             # Modules of one class share a graph, and differ by their first parameter.
             module = id(args[first])
-            mine = calls.get(module)
-            if mine is None:
+            module_calls = calls.get(module)
+            if module_calls is None:
                 if len(calls) == _MOST_MODULES:
                     return compiled(*args, **kwargs)
-                mine = calls[module] = _Calls()
+                module_calls = calls[module] = _Calls()
                 parameters = [args[i] for i in self._planned]
                 _look_for_shards(parameters, self._names, self._compilation)
                 if gathered_by(parameters[0]) is None:
                     self._look_at_module(parameters)
             out = compiled(*args, **kwargs)
-            if mine.number < _MOST_BACKWARDS and torch.is_grad_enabled():
-                mine.number += 1
-                self._watch_backward(out, mine)
+            if module_calls.number < _MOST_BACKWARDS and torch.is_grad_enabled():
+                module_calls.number += 1
+                self._watch_backward(out, module_calls)
             return out
 
         return run
@@ -142,16 +142,16 @@ class RunWatch:
         for unit, fqns in members.items():
             listed = {} if unit is None else {f: i for i, f in enumerate(self._units.units[unit])}
             fqns.sort(key=lambda fqn: listed.get(fqn, -1))
-        own = [names[p] for p in parameters if p in names]
-        known = _known.setdefault(model, _Known())
-        known.compiled.update(own)
-        self._watch_others(model, names, members, known)
+        ran = [names[p] for p in parameters if p in names]
+        watch = _watch_by_model.setdefault(model, _ModelWatch())
+        watch.compiled.update(ran)
+        self._watch_others(model, names, members, watch)
         planned = list(self._planned.values())
-        if len(own) < len(parameters) or own == planned:
+        if len(ran) < len(parameters) or ran == planned:
             return
-        if self._packing(own, members) != self._packing(planned, members):
+        if self._packing(ran, members) != self._packing(planned, members):
             self._compilation.warn_of_bits(
-                f"{format_names(own)} run the graph that was compiled for {self._names}, and are "
+                f"{format_names(ran)} run the graph that was compiled for {self._names}, and are "
                 "packed like those, but their units differ",
                 "Modules of one class share a graph: give them equal units, in eager FSDP2 as "
                 "well, or compile each with a backend(...) of its own",
@@ -173,7 +173,7 @@ class RunWatch:
         model: nn.Module,
         names: dict[nn.Parameter, str],
         members: dict[int | None, list[str]],
-        known: _Known,
+        watch: _ModelWatch,
     ) -> None:
         """Watch gradients of parameters that are in no compiled graph."""
         # FSDP2 reduces units that are not compiled, as a whole.
@@ -189,40 +189,40 @@ class RunWatch:
             if unit is not None and len(trained.intersection(fqns)) > 1
             for name in fqns
         }
-        others = (trained & packed) - known.compiled - known.watched
-        known.watched |= others
+        unwatched = (trained & packed) - watch.compiled - watch.watched
+        watch.watched |= unwatched
         for parameter, name in names.items():
-            if name in others:
-                self._watch_gradient(parameter, name, known)
+            if name in unwatched:
+                self._watch_gradient(parameter, name, watch)
 
-    def _watch_gradient(self, parameter: nn.Parameter, name: str, known: _Known) -> None:
+    def _watch_gradient(self, parameter: nn.Parameter, name: str, watch: _ModelWatch) -> None:
         def reduced(_: torch.Tensor) -> None:
             handle.remove()
-            rest = known.watched - known.compiled  # without graphs compiled since
-            if known.warned or name not in rest:
+            uncompiled = watch.watched - watch.compiled  # without graphs compiled since
+            if watch.warned or name not in uncompiled:
                 return
-            known.warned = True
+            watch.warned = True
             self._compilation.warn_of_bits(
-                f"{format_names(sorted(rest))} are in no compiled graph, and the gradient of "
+                f"{format_names(sorted(uncompiled))} are in no compiled graph, and the gradient of "
                 f"{name} was reduced without its unit",
                 "Compile the whole model, or make each a unit, in eager FSDP2 as well",
             )
 
         handle = parameter.register_post_accumulate_grad_hook(reduced)
 
-    def _watch_backward(self, out: Any, mine: _Calls) -> None:
+    def _watch_backward(self, out: Any, calls: _Calls) -> None:
         """Watch for two calls of a module in one ``backward()``."""
 
         def begins(_: Any) -> None:
             backward = current_backward()
-            if mine.backward == backward:
-                mine.number = _MOST_BACKWARDS
+            if calls.backward == backward:
+                calls.number = _MOST_BACKWARDS
                 self._compilation.warn_of_bits(
                     f"the graph that was compiled for {self._names} ran twice with the same "
                     "parameters in one step, and reduced their gradients twice",
                     "Compile the whole model, with MatchFSDP2() first among the passes",
                 )
-            mine.backward = backward
+            calls.backward = backward
 
         for tensor in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:

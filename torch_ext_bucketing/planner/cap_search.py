@@ -258,8 +258,8 @@ class _Search:
             if self._within(_AT_FLOOR, self._floor_ms):
                 break
             caps = self._best_caps()
-            at = ladder.index(caps[key])
-            for near in (at - 1, at + 1):
+            rung = ladder.index(caps[key])
+            for near in (rung - 1, rung + 1):
                 if 0 <= near < len(ladder):
                     self.attempt({**caps, key: ladder[near]})
         if largest:
@@ -291,12 +291,12 @@ class _Search:
                     return
                 caps = self._best_caps()
                 for key in keys:
-                    at = rungs.index(caps[key]) + step
-                    caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
+                    rung = rungs.index(caps[key]) + step
+                    caps[key] = rungs[rung] if 0 <= rung < len(rungs) else caps[key]
                 if caps != self._best_caps():
                     # The best sort changes between two rungs, but little depends on it there.
-                    known = self._large and not self._may_miss_less()
-                    self.attempt(caps, self.chosen.sort if known else None)
+                    sort_is_known = self._large and not self._may_miss_less()
+                    self.attempt(caps, self.chosen.sort if sort_is_known else None)
 
     def _within(self, times: float, bound_ms: float) -> bool:
         """Return whether the best step keeps the bounds and takes at most ``times * bound_ms``."""
@@ -423,8 +423,8 @@ class _Search:
 
     @cached_property
     def _reference(self) -> int:
-        given = self._options.reference_bytes
-        return self._analysis.peak_bytes if given is None else given
+        nbytes = self._options.reference_bytes
+        return self._analysis.peak_bytes if nbytes is None else nbytes
 
     @cached_property
     def _model(self) -> Model:
@@ -449,8 +449,10 @@ class _Search:
         if accumulate is not None:
             reduce_by_all_to_all(copy, accumulate)
         external, fuses = self._analysis.external_live_bytes, self._analysis.fuses
-        there = GraphAnalysis(copy, self._costs.hints, external_live_bytes=external, fuses=fuses)
-        return model_of(there, self._costs)
+        merged_graph = GraphAnalysis(
+            copy, self._costs.hints, external_live_bytes=external, fuses=fuses
+        )
+        return model_of(merged_graph, self._costs)
 
 
 def _merged_by(plan: MergePlan) -> int:

@@ -167,11 +167,11 @@ class ReshardAfterForward(GraphPass):
             return self.reshard_after_forward is not False and not stays
 
         chains = parameter_chains(graph)
-        choice = self._choose(graph, chains, compilation) if self.auto else _Choice()
+        marks = self._choose(graph, chains, compilation) if self.auto else _Marks()
         if self.auto or self._to is None:
-            _mark(chains, choice, is_freed)
-        in_part = choice.is_part if self.auto else is_freed
-        wanted = choice.parts if self.auto else _aot.stage_of(graph) != "inference"
+            _mark(chains, marks, is_freed)
+        in_part = marks.is_part if self.auto else is_freed
+        wanted = marks.parts if self.auto else _aot.stage_of(graph) != "inference"
         if self._smaller is not None and wanted:
             compilation.report.rewrites.append(reshard_to(graph, chains, self._smaller, in_part))
 
@@ -186,12 +186,12 @@ class ReshardAfterForward(GraphPass):
         """Compare the first step's peak with the predicted one."""
         return watch_peak(compiled, compilation)
 
-    def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Choice:
+    def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Marks:
         """Choose the nodes that stay, with the passes that will run on forward and backward."""
         inside = _aot.Halves(graph).forward
         backward = any(n not in inside and n.op != "output" for n in graph.nodes)
         if _aot.stage_of(graph) == "inference" or not backward:
-            return _Choice()
+            return _Marks()
         smaller = None if self._smaller is None else what_fits(chains, self._smaller)
         merging = last_of(compilation.ahead, BucketByUnit, BucketByCap, BucketAndSchedule)
         by_rank = last_of(compilation.ahead, FixedOrderReduce) is not None
@@ -203,8 +203,8 @@ class ReshardAfterForward(GraphPass):
             machine = machine.for_backend(compilation.fuses, compilation.captured)
             tags = (tag_of(n) for n in graph.nodes)
             fqns = (f for t in tags if t is not None for f in t.fqns)
-            theirs = merging.units if isinstance(merging, BucketByUnit) else None
-            units = Units.of(self.units or theirs or Units.guessed(fqns))
+            pass_units = merging.units if isinstance(merging, BucketByUnit) else None
+            units = Units.of(self.units or pass_units or Units.guessed(fqns))
             buckets = merging and merging.planner
             buckets = buckets or ByUnit(units, tuple(merging.kinds) if merging else ())
             costs = Costs(machine, SizeHints.of(compilation.size_hints))
@@ -220,10 +220,10 @@ class ReshardAfterForward(GraphPass):
             warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
             compilation.report.warnings.append(text)
             compilation.choice = Choice("keeps nothing, as an estimate failed")
-            return _Choice()
-        choice = _choice(planner.partitioned, outcome.kept, outcome.parked)
+            return _Marks()
+        marks = _marks_of(planner.partitioned, outcome.kept, outcome.parked)
         names = digest(*report.kept)[:12] if report.kept else "nothing"
-        parked = f", parks {digest(*(n.name for n in choice.parked))[:12]}" if choice.parked else ""
+        parked = f", parks {digest(*(n.name for n in marks.parked))[:12]}" if marks.parked else ""
         compilation.choice = Choice(
             f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes"
             f"{parked}",
@@ -235,7 +235,7 @@ class ReshardAfterForward(GraphPass):
         unknown = () if activations is None else tuple(sorted(activations.unknown.items()))
         report = replace(report, state_bytes=self.state_bytes, unknown=unknown)
         compilation.report.rewrites.append(report)
-        return choice
+        return marks
 
     def settings(self) -> tuple[Any, ...]:
         """Return the fields, with this rank's place in the smaller group for ``to``."""
@@ -244,11 +244,12 @@ class ReshardAfterForward(GraphPass):
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """The nodes that stay ``gathered``, and activations that backward recomputes (``again``).
+class _Marks:
+    """Nodes to mark for the partitioner.
 
-    ``parts`` has FQNs of parameters that the smaller group gathers again, ``parked`` the saved
-    activations that wait in host memory.
+    ``gathered`` ones stay, and backward recomputes the activations ``again``. ``parts`` has FQNs of
+    parameters that the smaller group gathers again, ``parked`` the saved activations that wait in
+    host memory.
     """
 
     gathered: Collection[fx.Node] = ()
@@ -262,28 +263,27 @@ class _Choice:
         return self.parts.issuperset(tag.fqns)
 
 
-def _mark(chains: Chains, choice: _Choice, is_freed: Callable[[Tag], bool]) -> None:
-    """Mark a choice for the partitioner."""
+def _mark(chains: Chains, marks: _Marks, is_freed: Callable[[Tag], bool]) -> None:
+    """Mark nodes for the partitioner."""
     read = read_in_forward(chains)
     for start, chain in chains.items():
         tag = tag_of(start)
         if tag is not None and (is_freed(tag) or start not in read):
             for node in chain:
-                if node not in choice.gathered:
-                    _aot.mark_recompute(node)
-    for node in choice.gathered:
+                _aot.mark_recompute(node)
+    for node in marks.gathered:
         _aot.unmark_recompute(node)
-    for node in choice.again:
+    for node in marks.again:
         _aot.mark_recompute(node)
-    for node in choice.saved:
+    for node in marks.saved:
         _aot.mark_save(node)
-    for node in choice.parked:
+    for node in marks.parked:
         park.mark(node)
 
 
-def _choice(
+def _marks_of(
     partitioned: PartitionedModel, kept: Collection[int], parked: Collection[int] = ()
-) -> _Choice:
+) -> _Marks:
     parts = frozenset(
         f for k in kept if k in partitioned.parts for f in partitioned.keepables[k].fqns
     )
@@ -291,10 +291,10 @@ def _choice(
     gathered = dict.fromkeys(n for unit in whole if unit.starts for n in unit.chains)
     activations = partitioned.activations
     if activations is None:
-        return _Choice(gathered, parts=parts)
+        return _Marks(gathered, parts=parts)
     again, saved = dict(activations.views), dict(activations.saved)
     for k, unit in enumerate(partitioned.keepables):
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))
     could = partitioned.could_park(kept)
-    return _Choice(gathered, again, saved, parts, [could[s] for s in sorted(parked)])
+    return _Marks(gathered, again, saved, parts, [could[s] for s in sorted(parked)])

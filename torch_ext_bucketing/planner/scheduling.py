@@ -86,10 +86,10 @@ def schedule(
     """
     policies = policies_of(policy)
     check_machine(machine)
-    given = {"external_live_bytes": external_live_bytes}
+    options = {"external_live_bytes": external_live_bytes}
     if reference_bytes is not None:
-        given["reference_bytes"] = reference_bytes
-    for name, value in given.items():
+        options["reference_bytes"] = reference_bytes
+    for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a number of bytes, got {value!r}")
     graph = graph_of(gm)
@@ -157,16 +157,16 @@ def _in_its_order(
 
     ``first`` is the report of the graph's former order, if ``made`` is another one's.
     """
-    given = first or made
+    earlier = first or made
     reached = Timeline.of(model)
-    case = Case(model, reached, given.reference_bytes)
+    case = Case(model, reached, earlier.reference_bytes)
     bounds = tuple(p.report(case, reached) for p in policies)
     return replace(
         made,
-        step_ms=(given.step_ms[0], made.step_ms[1]),
-        exposed_ms=(given.exposed_ms[0], made.exposed_ms[1]),
-        peak_bytes=(given.peak_bytes[0], reached.peak_bytes),
-        longest_run=(given.longest_run[0], made.longest_run[1]),
+        step_ms=(earlier.step_ms[0], made.step_ms[1]),
+        exposed_ms=(earlier.exposed_ms[0], made.exposed_ms[1]),
+        peak_bytes=(earlier.peak_bytes[0], reached.peak_bytes),
+        longest_run=(earlier.longest_run[0], made.longest_run[1]),
         largest=model.largest,
         bounds=bounds,
         misses=sum(p.misses(case, reached) for p in policies),
@@ -206,18 +206,18 @@ def _estimate(model: Model, stage: str, machine: str) -> EstimateReport:
     line = Timeline.of(model)
     kinds = {i: collective_kind(n) for i, n in enumerate(model.dependencies.nodes)}
     busy, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
-    now, last = 0.0, ""
+    clock_ms, last = 0.0, ""
     for i in line.order:
         if model.group[i] is not None:
             last = kinds[i] or "other"
             busy[last] += model.ms[i]
             continue
         # The compute stream's wait counts for the kind of the collective that it waits for.
-        if model.start_of[i] >= 0 and line.begin[i] > now:
-            exposed[kinds[model.start_of[i]] or "other"] += line.begin[i] - now
-        now = line.end[i]
-    if line.step_ms > now:  # a collective that no wait of this graph ends
-        exposed[last] += line.step_ms - now
+        if model.start_of[i] >= 0 and line.begin[i] > clock_ms:
+            exposed[kinds[model.start_of[i]] or "other"] += line.begin[i] - clock_ms
+        clock_ms = line.end[i]
+    if line.step_ms > clock_ms:  # a collective that no wait of this graph ends
+        exposed[last] += line.step_ms - clock_ms
     return EstimateReport(
         stage, machine, line.step_ms, line.compute_ms, dict(busy), dict(exposed), line.peak_bytes
     )

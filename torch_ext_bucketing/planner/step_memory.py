@@ -63,12 +63,12 @@ def state_bytes(
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise a ValueError if an optimizer has parameters that are not the model's."""
-    known = set(model.parameters())
+    parameters = set(model.parameters())
     foreign = [
         f"param_groups[{i}]['params'][{j}]"
         for i, group in enumerate(optimizer.param_groups)
         for j, p in enumerate(group["params"])
-        if p not in known
+        if p not in parameters
     ]
     if foreign:
         raise ValueError(
@@ -153,10 +153,10 @@ def watch_peak(compiled: Callable[..., Any], compilation: Compilation) -> Callab
 
 def _compare(measured: int, compilation: Compilation) -> None:
     rewrites = compilation.report.rewrites
-    for i, made in enumerate(rewrites):
-        if isinstance(made, KeepReport):
-            rewrites[i] = replace(made, measured_bytes=measured)
-            expected = made.peak_bytes[1] + made.state_bytes
+    for i, rewrite in enumerate(rewrites):
+        if isinstance(rewrite, KeepReport):
+            rewrites[i] = replace(rewrite, measured_bytes=measured)
+            expected = rewrite.peak_bytes[1] + rewrite.state_bytes
             if measured > _WARN_ABOVE * expected:
                 compilation.warn(
                     f"the first step's peak on the device is {size_text(measured)}, "

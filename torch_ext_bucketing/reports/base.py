@@ -8,7 +8,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 
 def change(before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -61,20 +61,32 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(aligned(rows, right=range(1, len(rows[0]))))
 
 
-def table(
-    columns: Mapping[str, Callable[[Any], object]],
-    items: Iterable[Any],
-    right: Sequence[int] = (),
-    join: str | None = None,
-) -> list[str]:
+Columns: TypeAlias = Mapping[str, Callable[[Any], Any]]
+"""The columns of a table: by name, a function of a row's item.
+
+A type after a colon in the name is ``b`` for bytes, ``ms`` for milliseconds, ``n`` for other
+numbers, which are flush right; text has none. Reports and pages show a value by its type.
+"""
+_CELLS: dict[str, Callable[[Any], str]] = {
+    "": str,
+    "b": size_text,
+    "ms": "{:.3f}".format,
+    "n": str,
+}
+
+
+def table(columns: Columns, items: Iterable[Any], join: str | None = None) -> list[str]:
     """Format the columns' names, and a row for each item, as :func:`aligned` lines.
 
     Rows that are alike but for one number in column ``join`` are one row, at the first one's place.
     """
-    rows = [[str(cell(item)) for cell in columns.values()] for item in items]
+    names, _, types = zip(*(name.partition(":") for name in columns), strict=True)
+    show = [(_CELLS[kind], value) for kind, value in zip(types, columns.values(), strict=True)]
+    rows = [[text(value(item)) for text, value in show] for item in items]
     if join is not None:
-        rows = _joined(rows, list(columns).index(join))
-    return aligned([list(columns), *rows], right)
+        rows = _joined(rows, names.index(join))
+    head = [f"{n}, ms" if kind == "ms" else n for n, kind in zip(names, types, strict=True)]
+    return aligned([head, *rows], [i for i, kind in enumerate(types) if kind])
 
 
 _ALIKE = 3
@@ -87,8 +99,8 @@ def _joined(rows: list[list[str]], column: int) -> list[list[str]]:
     groups: dict[tuple[str, ...], list[tuple[int, list[str]]]] = {}
     for row in rows:
         before, number, after = re.fullmatch(r"(\D*)(\d*)(.*)", row[column]).groups()  # type: ignore[union-attr]
-        others = (*row[:column], before, after, *row[column + 1 :])
-        key = others if number else tuple(row)
+        cells = (*row[:column], before, after, *row[column + 1 :])
+        key = cells if number else tuple(row)
         groups.setdefault(key, []).append((int(number or 0), row))
     joined: dict[int, list[str]] = {}
     for members in groups.values():

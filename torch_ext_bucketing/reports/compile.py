@@ -136,11 +136,11 @@ class GraphReport(NotMerged, Report):
     def lines(self, members: bool = True) -> Iterator[str]:
         """Yield a table of the buckets, and the collectives in none."""
         yield self.summary()
-        columns = {**_BUCKET, **(_PADDING if any(b.padding > UNEVEN for b in self.buckets) else {})}
+        columns = {**BUCKET, **(_PADDING if any(b.padding > UNEVEN for b in self.buckets) else {})}
         if self.buckets and not members and not any(b.no_key for b in self.buckets):
-            yield from ("", *table(columns, self.buckets, right=(2, 3, 4, 5), join="node"))
+            yield from ("", *table(columns, self.buckets, join="node"))
         elif self.buckets:
-            head, *rows = table(columns, self.buckets, right=(2, 3, 4, 5))
+            head, *rows = table(columns, self.buckets)
             yield from ("", head)
             for bucket, line in zip(self.buckets, rows, strict=True):
                 yield line
@@ -149,15 +149,15 @@ class GraphReport(NotMerged, Report):
                 if bucket.no_key:
                     yield f"    no key: {'; '.join(bucket.no_key)}"
                 if members:
-                    yield from (f"    {m}" for m in table(_MEMBER, bucket.members, right=(0, 1)))
+                    yield from (f"    {m}" for m in table(_MEMBER, bucket.members))
         if self.unmerged:
             yield from ("", f"eligible and not merged: {len(self.unmerged)}")
-            yield from (f"  {line}" for line in table(_UNMERGED, self.unmerged, right=(2,)))
+            yield from (f"  {line}" for line in table(_UNMERGED, self.unmerged))
         if self.ineligible:
             yield from ("", f"not eligible: {len(self.ineligible)}")
             by_reason: dict[str, list[str]] = {}
-            for left in self.ineligible:
-                by_reason.setdefault(left.reason, []).append(left.node)
+            for collective in self.ineligible:
+                by_reason.setdefault(collective.reason, []).append(collective.node)
             yield from (f"  {reason}: {', '.join(nodes)}" for reason, nodes in by_reason.items())
         if self.uncovered:
             yield from ("", f"in no unit: {', '.join(self.uncovered)}")
@@ -189,21 +189,22 @@ def emit(report: GraphReport) -> None:
     trace_artifact(ARTIFACT, report.to_json, "json")
 
 
-_BUCKET: dict[str, Callable[[BucketReport], object]] = {
+BUCKET: dict[str, Callable[[BucketReport], object]] = {
     "kind": lambda b: COLLECTIVES[b.kind].short + (f" {b.reduce_op}" if b.reduce_op else ""),
     "group": lambda b: b.group,
-    "ranks": lambda b: b.group_size,
-    "members": lambda b: len(b.members),
-    "bytes": lambda b: size_text(b.nbytes if b.wire_bytes is None else b.wire_bytes),
-    "of cap": lambda b: f"{(b.wire_bytes or 0) / b.cap_bytes:.0%}" if b.cap_bytes else "-",
+    "ranks:n": lambda b: b.group_size,
+    "members:n": lambda b: len(b.members),
+    "bytes:b": lambda b: b.nbytes if b.wire_bytes is None else b.wire_bytes,
+    "of cap:n": lambda b: f"{(b.wire_bytes or 0) / b.cap_bytes:.0%}" if b.cap_bytes else "-",
     "closed by": lambda b: b.closed_by,
     "packed by": lambda b: b.packed_by,
     "node": lambda b: b.node,
 }
+"""The columns of a table of buckets."""
 _PADDING: dict[str, Callable[[BucketReport], object]] = {"padding": lambda b: f"{b.padding:.0%}"}
 _MEMBER: dict[str, Callable[[PayloadMember], object]] = {
-    "offset": lambda m: m.offset,
-    "bytes": lambda m: m.nbytes,
+    "offset:n": lambda m: m.offset,
+    "bytes:n": lambda m: m.nbytes,
     "dtype": lambda m: m.dtype,
     "shape": lambda m: "x".join(map(str, m.shape)) or "scalar",
     "parameters": lambda m: ", ".join(m.fqns) or "-",
@@ -211,7 +212,7 @@ _MEMBER: dict[str, Callable[[PayloadMember], object]] = {
 _UNMERGED: dict[str, Callable[[Unmerged], object]] = {
     "kind": lambda x: COLLECTIVES[x.kind].short,
     "group": lambda x: x.group,
-    "bytes": lambda x: size_text(x.wire_bytes),
+    "bytes:b": lambda x: x.wire_bytes,
     "closed by": lambda x: x.closed_by,
     "node": lambda x: x.node,
     "parameters": lambda x: ", ".join(x.fqns) or "-",
@@ -280,11 +281,11 @@ class StepReport(RewriteReport):
             f"({self.eager_updates} eagerly, after all reductions)",
             f"optimizer state {state}, buffers of an update at most {buffers}",
         ]
-        for of in self.owners:
-            idle = f", {of.idle} without one" if of.idle else ""
+        for o in self.owners:
+            idle = f", {o.idle} without one" if o.idle else ""
             lines.append(
-                f"{of.matrices} matrices on {of.ranks} ranks{idle}, exchanged {of.exchanges} "
-                f"times; the busiest rank has {of.balance:.3f} of the mean work"
+                f"{o.matrices} matrices on {o.ranks} ranks{idle}, exchanged {o.exchanges} "
+                f"times; the busiest rank has {o.balance:.3f} of the mean work"
             )
         if self.norm_reductions is None:
             return [*lines, "each update follows its gradients' reduction, which frees them"]
@@ -373,16 +374,16 @@ class CompileReport(Report):
             estimates=self.estimates[estimates:],
         )
 
-    def add_cached(self, kept: CompileReport) -> None:
+    def add_cached(self, cached: CompileReport) -> None:
         """Add the report of a graph that was loaded from a cache."""
-        for graph in kept.graphs:
+        for graph in cached.graphs:
             self.graphs.append(replace(graph, from_cache=True))
             emit(self.graphs[-1])
-        self.schedules += kept.schedules
-        self.estimates += kept.estimates
+        self.schedules += cached.schedules
+        self.estimates += cached.estimates
         # If the joint graph was traced again, this compile has reported its rewrites.
-        self.rewrites = self.rewrites or list(kept.rewrites)
-        self.warnings += [text for text in kept.warnings if text not in self.warnings]
+        self.rewrites = self.rewrites or list(cached.rewrites)
+        self.warnings += [text for text in cached.warnings if text not in self.warnings]
 
     @property
     def collectives_before(self) -> dict[str, int]:

@@ -252,17 +252,22 @@ class KeepReport(Report):
         """Names of the kept units."""
         return tuple(u.name for u in self.units if u.kept)
 
+    @property
+    def shown(self) -> list[KeptUnit]:
+        """The units of a table: parts that are not kept are left out."""
+        return [u for u in self.units if u.kept or not u.part]
+
     def lines(self, members: bool = True) -> Iterator[str]:
         """Yield a few lines, and a table of the units."""
-        kept = [u for u in self.units if u.kept]
+        kept_units = [u for u in self.units if u.kept]
         gathers = [u.kept for u in self.units if u.parameters and not u.part]
         saves = [u.kept for u in self.units if not u.parameters]
-        parts = sum(u.part for u in kept)
-        more = f", {parts} more in part" if parts else ""
-        more += f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
+        parts = sum(u.part for u in kept_units)
+        further = f", {parts} more in part" if parts else ""
+        further += f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
         yield (
-            f"kept from forward to backward: {sum(gathers)} of {len(gathers)} units{more}, "
-            f"{size_text(sum(u.nbytes for u in kept))}, under a bound of "
+            f"kept from forward to backward: {sum(gathers)} of {len(gathers)} units{further}, "
+            f"{size_text(sum(u.nbytes for u in kept_units))}, under a bound of "
             f"{size_text(self.bound_bytes)}"
         )
         yield (
@@ -273,9 +278,7 @@ class KeepReport(Report):
         if self.host_bound_bytes:
             held, bound = size_text(self.host_bytes), size_text(self.host_bound_bytes)
             yield f"  in host memory: {self.parked} activations, {held}, of {bound} allowed"
-            yield from (
-                f"  {line}" for line in table(_BLOCK, self.blocks, (1, 2, 3), join="activations of")
-            )
+            yield from (f"  {line}" for line in table(BLOCK, self.blocks, join="activations of"))
         if self.measured_bytes:
             expected = self.peak_bytes[1] + self.state_bytes
             yield (
@@ -283,14 +286,13 @@ class KeepReport(Report):
                 f"{self.measured_bytes / expected:.3f} of what was expected"
             )
         if not all(u.kept or u.part for u in self.units):
-            more = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
-            yield f"  one GiB more would save {self.next_ms:.2f} ms{more}"
-        if kept:
+            by_keeping = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
+            yield f"  one GiB more would save {self.next_ms:.2f} ms{by_keeping}"
+        if kept_units:
             less = "be too little" if self.less_ms is None else f"cost {self.less_ms:.2f} ms"
             yield f"  one GiB less would {less}"
         if self.units:
-            shown = [u for u in self.units if u.kept or not u.part]
-            rows = table(_UNIT, shown, right=(2, 3, 4, 5), join="unit")
+            rows = table(UNIT, self.shown, join="unit")
             yield from (f"  {line}" for line in rows)
         if self.unread:
             yield f"  backward reads nothing of {', '.join(self.unread)}"
@@ -300,17 +302,19 @@ class KeepReport(Report):
         yield from (f"  {text}" for text in (self.size_hints, self.warning) if text)
 
 
-_UNIT: dict[str, Callable[[KeptUnit], object]] = {
+UNIT: dict[str, Callable[[KeptUnit], object]] = {
     "unit": lambda u: u.name,
     "": lambda u: "kept" if u.kept else "gathered again" if u.parameters else "computed again",
-    "held": lambda u: size_text(u.nbytes),
-    "again, ms": lambda u: f"{u.gather_ms:.3f}",
-    "saves, ms": lambda u: f"{u.saved_ms:.3f}",
-    "parameters": lambda u: u.parameters,
+    "held:b": lambda u: u.nbytes,
+    "again:ms": lambda u: u.gather_ms,
+    "saves:ms": lambda u: u.saved_ms,
+    "parameters:n": lambda u: u.parameters,
 }
-_BLOCK: dict[str, Callable[[BlockBytes], object]] = {
+"""The columns of a table of units."""
+BLOCK: dict[str, Callable[[BlockBytes], object]] = {
     "activations of": lambda b: b.name,
-    "on the device": lambda b: size_text(b.on_device),
-    "on the host": lambda b: size_text(b.on_host),
-    "computed again": lambda b: size_text(b.again),
+    "on the device:b": lambda b: b.on_device,
+    "on the host:b": lambda b: b.on_host,
+    "computed again:b": lambda b: b.again,
 }
+"""The columns of a table of blocks."""

@@ -89,8 +89,8 @@ class Exchange:
     def get(self, name: str) -> str:
         return self.store.get(name).decode()
 
-    def count(self, name: str, more: int = 1) -> int:
-        return self.store.add(name, more)
+    def count(self, name: str, amount: int = 1) -> int:
+        return self.store.add(name, amount)
 
     def arrive(self) -> None:
         digest = self.version.digest
@@ -195,12 +195,12 @@ def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
     text = text or failed.mismatch_text()
     # From here on the store may go away: this rank has its reason to fail.
     with contextlib.suppress(RuntimeError):
-        for other in exchanges:
-            other.fail(why, text)
+        for exchange in exchanges:
+            exchange.fail(why, text)
         deadline = time.monotonic() + LINGER_S
         expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
-        for each in exchanges:
-            each.count("seen")
+        for exchange in exchanges:
+            exchange.count("seen")
         poll(lambda: all(e.count("seen", 0) >= expected[id(e)] for e in exchanges), deadline)
     return PlanMismatchError(text) if why == "mismatch" else RankMissingError(text)
 
@@ -325,13 +325,13 @@ class _Agreed:
                 continue
             version = Version(environment, launches.stage, of_group, launches.planned_with)
             with self.lock:
-                known = self.versions.setdefault(name, set())
+                agreed = self.versions.setdefault(name, set())
                 if fresh:
                     # The backward graph's, too: the group's other ranks run the same frame and
                     # forget the same digests.
-                    known.clear()
+                    agreed.clear()
                     self.digests.clear()
-                if version.digest in known:
+                if version.digest in agreed:
                     continue
                 self.rounds[name] += 1
                 number = self.rounds[name]

@@ -124,20 +124,22 @@ def launches_of(
 ) -> GraphLaunches:
     """Read the launches of a graph as it will run; ``buckets`` give members' bytes."""
     # Other buckets, such as torch's, have only members' FQNs.
-    known = {bucket.node: bucket for bucket in buckets}
+    report_of = {bucket.node: bucket for bucket in buckets}
     groups: dict[str, list[Launch]] = {}
     for node in graph.nodes:
         group = collective_group(node)
         if group is not None and _op_name(node) not in _POINT_TO_POINT:
-            groups.setdefault(group, []).append(_launch_of(node, known))
+            groups.setdefault(group, []).append(_launch_of(node, report_of))
     return GraphLaunches(
-        stage, tuple(GroupLaunches(g, tuple(theirs)) for g, theirs in groups.items()), planned_with
+        stage,
+        tuple(GroupLaunches(g, tuple(launches)) for g, launches in groups.items()),
+        planned_with,
     )
 
 
-def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:
+def _launch_of(node: fx.Node, reports: Mapping[str, BucketReport]) -> Launch:
     op, kind = argument(node, "reduce_op"), kind_of(node)
-    report, tag = known.get(node.name), tag_of(node)
+    report, tag = reports.get(node.name), tag_of(node)
     dtype = _short(next((t.dtype for t in tensors_in(node.meta.get("val"))), ""))
     members: Iterable[Member] = ()
     if report is not None:
@@ -206,18 +208,18 @@ def mismatch_text(
     ):
         if len({value_of(v) for _, v in versions}) > 1:
             lines += [title, *(f"  {ranks_text(ranks)}: {value_of(v)}" for ranks, v in versions)]
-    at = _first_difference([v.of_group.launches for _, v in versions])
-    if at is None and len(plannings) > 1:
+    place = _first_difference([v.of_group.launches for _, v in versions])
+    if place is None and len(plannings) > 1:
         lines.append(
             "Their collectives are still the same, but may differ after the next change of the "
             "model. Measure on one rank, and load its times on all."
         )
-    elif at is None:
+    elif place is None:
         lines.append("Their buckets are the same, but not the code that packs them.")
     else:
         total = " or ".join(map(str, dict.fromkeys(len(v.of_group.launches) for _, v in versions)))
-        lines.append(f"The first to differ is collective {at + 1} of {total} on this group:")
-        lines += _launches_text(versions, at)
+        lines.append(f"The first to differ is collective {place + 1} of {total} on this group:")
+        lines += _launches_text(versions, place)
     if absent:
         lines.append(f"Not arrived yet: {ranks_text(absent)}.")
     lines.append(
@@ -227,11 +229,11 @@ def mismatch_text(
     return "\n".join(lines)
 
 
-def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> list[str]:
+def _launches_text(versions: Sequence[tuple[list[int], Version]], index: int) -> list[str]:
     ranks_of: dict[Launch | None, list[int]] = {}
     for ranks, version in versions:
         launches = version.of_group.launches
-        ranks_of.setdefault(launches[at] if at < len(launches) else None, []).extend(ranks)
+        ranks_of.setdefault(launches[index] if index < len(launches) else None, []).extend(ranks)
     members = [() if launch is None else launch.members for launch in ranks_of]
     place = _first_difference(members) if all(members) else None
     lines = []

@@ -76,8 +76,8 @@ def _send_momentum(
     for i, part in zip(order, out.split([sizes[i] for i in order]), strict=True):
         parts.setdefault(i, []).append(part)
     place = itertools.count()
-    for buffer, grad, of in zip(momentum, grads, numbers, strict=True):
-        factor = of[1].item()
+    for buffer, grad, values in zip(momentum, grads, numbers, strict=True):
+        factor = values[1].item()
         buffer.lerp_(grad, 1 - factor)
         update = grad.lerp(buffer, factor) if nesterov else buffer
         for matrix in matrices_in([update]):
@@ -113,8 +113,11 @@ def _orthogonalize(
     """
     out = _orthogonal(received, wanted)
     parts = [
-        [(v[0], Rectangle(*v[1:]), p) for v, p in zip(of, buffer.split(_sizes(of)), strict=True)]
-        for of, buffer in ((_fives(given), received), (_fives(wanted), out))
+        [
+            (v[0], Rectangle(*v[1:]), p)
+            for v, p in zip(fives, buffer.split(_sizes(fives)), strict=True)
+        ]
+        for fives, buffer in ((_fives(given), received), (_fives(wanted), out))
     ]
     for i in range(len(shapes) // 2):
         whole = received.new_empty(shapes[2 * i : 2 * i + 2])
@@ -158,14 +161,14 @@ def _add_updates(
     """
     if skip is not None and skip.item():
         return
-    mine = matrices_in(params)
+    matrices = matrices_in(params)
     whose = [k for k, p in enumerate(params) for _ in matrices_in([p])]
-    for i, part in zip(order, received.split([mine[i].numel() for i in order]), strict=True):
+    for i, part in zip(order, received.split([matrices[i].numel() for i in order]), strict=True):
         k = whose[i]
         lr, _, decay = numbers[k].tolist()
-        mine[i].mul_(1 - lr * decay)
+        matrices[i].mul_(1 - lr * decay)
         scale = adjusted_lr(lr, adjust, torch.Size(shapes[2 * k : 2 * k + 2]))
-        mine[i].add_(part.view(mine[i].shape), alpha=-scale)
+        matrices[i].add_(part.view(matrices[i].shape), alpha=-scale)
 
 
 SEND = operator(
@@ -209,14 +212,14 @@ def bytes_within(room: int, parameters: Sequence[Tensor]) -> int:
     # At most these are live at once: received matrices, the next ones, buffers that send them, an
     # update per copy, and Newton-Schulz's buffers. Sent and returned parts take the place of
     # gradients; where gradients are smaller, the difference comes on top.
-    more = (max(0, 2 * SENT.itemsize - p.itemsize) * largest_shard_numel(p) for p in parameters)
+    excess = (max(0, 2 * SENT.itemsize - p.itemsize) * largest_shard_numel(p) for p in parameters)
     copies = 1
     for p in parameters:
         cut = {d for _, d in sharded_dims(p)}
         mesh = () if mesh_of(p) is None else mesh_of(p).shape
         copies = max(copies, math.prod(n for d, n in enumerate(mesh) if d not in cut))
     largest = _BUFFERS * SENT.itemsize * max(math.prod(_size(p)) for p in parameters)
-    return max(1, min(EXCHANGE_BYTES, (room - sum(more) - largest) // (3 + copies)))
+    return max(1, min(EXCHANGE_BYTES, (room - sum(excess) - largest) // (3 + copies)))
 
 
 def append_matrices(
@@ -234,8 +237,8 @@ def append_matrices(
         )
     alike: dict[Any, list[Update]] = {}
     for u in updates:
-        given = [u.group[name] for name in MatrixRule.options]
-        options = tuple(tuple(v) if isinstance(v, list) else v for v in given)
+        values = [u.group[name] for name in MatrixRule.options]
+        options = tuple(tuple(v) if isinstance(v, list) else v for v in values)
         alike.setdefault((mesh_of(u.parameter), options), []).append(u)
     # The costliest first, as among matrices: the others even out what these leave.
     groups = sorted(map(_Alike, alike.values()), key=lambda g: -max(g.costs))
@@ -245,7 +248,7 @@ def append_matrices(
         # Meshes of the same ranks, such as that of experts, share the load.
         load = loads.setdefault(tuple(sorted(g.ranks)), dict.fromkeys(g.ranks, 0))
         g.choose(load, EXCHANGE_BYTES if cap is None else cap)
-        buckets += (_MatrixBucket(call, *of) for of in g.buckets)
+        buckets += (_MatrixBucket(call, *arguments) for arguments in g.buckets)
     # One bucket is exchanged while the one before it is computed.
     for before, bucket in zip([None, *buckets], [*buckets, None], strict=True):
         if bucket is not None:
@@ -268,8 +271,8 @@ def _size(parameter: Tensor) -> tuple[int, int]:
 
 def _owners(groups: Sequence[_Alike], loads: Sequence[int]) -> Owners:
     exchanges = [exchange for g in groups for *_, exchange in g.buckets]
-    matrices = sum(len(of.matrices) for of in exchanges)
-    travelling = sum(any(s.dim is not None for s in of.to_shards()) for of in exchanges)
+    matrices = sum(len(e.matrices) for e in exchanges)
+    travelling = sum(any(s.dim is not None for s in e.to_shards()) for e in exchanges)
     balance = max(loads) * len(loads) / sum(loads)
     return Owners(matrices, len(loads), loads.count(0), balance, travelling)
 
@@ -283,8 +286,8 @@ class _Alike:
         self.shape = () if mesh is None else tuple(mesh.shape)
         self.at = () if mesh is None else tuple(mesh.get_coordinate())
         self.ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
-        known: dict[Any, list[Matrix]] = {}
-        stacks = [(k, m) for k, u in enumerate(updates) for m in self._matrices(u, known)]
+        matrices: dict[Any, list[Matrix]] = {}
+        stacks = [(k, m) for k, u in enumerate(updates) for m in self._matrices(u, matrices)]
         self.stacks, self.matrices = [k for k, _ in stacks], [m for _, m in stacks]
         steps = updates[0].group["ns_steps"]
         self.costs = [newton_schulz_flops(m.rows, m.columns, steps) for m in self.matrices]
@@ -297,16 +300,16 @@ class _Alike:
         owners = choose_owners(self.costs, loads, [m.home for m in self.matrices])
         load.update(zip(self.ranks, loads, strict=True))
         nbytes = [SENT.itemsize * m.rows * m.columns for m in self.matrices]
-        given = self.costs, nbytes, owners, cap, LEAST_BYTES
-        for of in choose_buckets(*given, stacks=self.stacks):
-            matrices = [replace(self.matrices[i], owner=places[owners[i]]) for i in of]
-            stacks = list(dict.fromkeys(self.stacks[i] for i in of))
-            whose = [stacks.index(self.stacks[i]) for i in of]
-            mine = [self.updates[k] for k in stacks]
-            self.buckets.append((mine, whose, Routes(matrices, self.shape, self.at)))
+        figures = self.costs, nbytes, owners, cap, LEAST_BYTES
+        for members in choose_buckets(*figures, stacks=self.stacks):
+            matrices = [replace(self.matrices[i], owner=places[owners[i]]) for i in members]
+            stacks = list(dict.fromkeys(self.stacks[i] for i in members))
+            whose = [stacks.index(self.stacks[i]) for i in members]
+            updates = [self.updates[k] for k in stacks]
+            self.buckets.append((updates, whose, Routes(matrices, self.shape, self.at)))
 
-    def _matrices(self, update: Update, known: dict[Any, list[Matrix]]) -> list[Matrix]:
-        """Read where matrices are, which ``known`` keeps for others of the same placements."""
+    def _matrices(self, update: Update, by_layout: dict[Any, list[Matrix]]) -> list[Matrix]:
+        """Read where matrices are, which ``by_layout`` keeps for others of the same placements."""
         whole = update.parameter
         if whole.dim() not in (2, 3):
             raise ValueError(
@@ -314,18 +317,18 @@ class _Alike:
                 "of them: give it to another optimizer"
             )
         key = (tuple(whole.shape), getattr(whole, "placements", None))
-        if key not in known:
+        if key not in by_layout:
             cut = {d for _, d in sharded_dims(whole)}
             sharded = tuple(d in cut for d in range(len(self.shape)))
             parts: list[dict[Coordinate, Rectangle]]
             parts = [{} for _ in range(whole.shape[0] if whole.dim() == 3 else 1)]
-            for at, of in blocks_of(whole).items():
-                half = len(of) // 2  # offsets, then sizes; a matrix counts as a stack of one
-                first, row, column = (0, *of[:half])[-3:]
-                count, rows, columns = (1, *of[half:])[-3:]
+            for coordinate, bounds in blocks_of(whole).items():
+                half = len(bounds) // 2  # offsets, then sizes; a matrix counts as a stack of one
+                first, row, column = (0, *bounds[:half])[-3:]
+                count, rows, columns = (1, *bounds[half:])[-3:]
                 block = Rectangle(row, column, rows, columns)
                 for blocks in parts[first : first + count] if block.size else ():
-                    blocks[at] = block
+                    blocks[coordinate] = block
             size = _size(whole)
             if not all(tiles(*size, blocks.values()) for blocks in parts):
                 raise ValueError(
@@ -333,18 +336,18 @@ class _Alike:
                     "blocks of its rows and columns, so no rank can put the matrix together: shard "
                     "it otherwise, or give it to another optimizer than Muon"
                 )
-            known[key] = [Matrix(*size, sharded, of, home=self._home(sharded, of)) for of in parts]
-        return known[key]
+            by_layout[key] = [Matrix(*size, sharded, b, home=self._home(sharded, b)) for b in parts]
+        return by_layout[key]
 
     def _home(self, sharded: Sequence[bool], blocks: Mapping[Coordinate, Rectangle]) -> list[int]:
         having_by_dim: list[Collection[int]] = []
         for d, (cut, ranks) in enumerate(zip(sharded, self.shape, strict=True)):
-            having = {at[d] for at in blocks}
+            having = {c[d] for c in blocks}
             having_by_dim.append(having if cut and len(having) == 1 else range(ranks))
         if list(map(len, having_by_dim)) == list(self.shape):
             return []
         places = itertools.product(*map(range, self.shape))
-        return [i for i, at in enumerate(places) if all(map(contains, having_by_dim, at))]
+        return [i for i, c in enumerate(places) if all(map(contains, having_by_dim, c))]
 
 
 class _MatrixBucket:
@@ -358,14 +361,14 @@ class _MatrixBucket:
         exchange: Routes,
     ) -> None:
         self._call, self._updates, self._exchange = call, updates, exchange
-        here = {part.matrix: None for part in exchange.held(exchange.at, 0)}
+        held = {part.matrix: None for part in exchange.held(exchange.at, 0)}
         # The place of each matrix among those in this rank's shards, where a part of it is there.
         self._place: dict[int, int] = {}
         first = 0
         for k, u in enumerate(updates):
             local = u.shard.meta["val"].shape
-            mine = [i for i in here if whose[i] == k]
-            self._place.update(zip(mine, itertools.count(first)))
+            members = [i for i in held if whose[i] == k]
+            self._place.update(zip(members, itertools.count(first)))
             first += local[0] if len(local) == 3 else 1
         self._forth, self._back = exchange.to_owners(), exchange.to_shards()
         self._mesh = mesh_of(updates[0].parameter)
@@ -374,11 +377,11 @@ class _MatrixBucket:
 
     def send(self, skip: fx.Node | None) -> None:
         """Append momentum, and the exchange to the owners."""
-        mine = self._updates
+        updates = self._updates
         first = self._forth[0].sent if self._forth else self._exchange.held((), 0)
         order = [self._place[p.matrix] for p in first]
-        lists = zip(*((u.momentum, u.gradient, u.numbers) for u in mine), strict=True)
-        nesterov = mine[0].group["nesterov"]
+        lists = zip(*((u.momentum, u.gradient, u.numbers) for u in updates), strict=True)
+        nesterov = updates[0].group["nesterov"]
         self._sent = self._call(SEND, *map(list, lists), skip, order, nesterov)
         most = self._forth[0].most[0] if self._forth else self._exchange.elements(first)
         size = SENT.itemsize * most
@@ -390,26 +393,26 @@ class _MatrixBucket:
     def compute(self) -> None:
         """Append Newton-Schulz, and the exchange to the shards."""
         ex, group = self._exchange, self._updates[0].group
-        mine = list(dict.fromkeys(p.matrix for p in self._have))
-        wanted = self._back[0].sent if self._back else self._have
-        shapes = [n for i in mine for n in (ex.matrices[i].rows, ex.matrices[i].columns)]
-        given, out = (
-            [n for p in parts for n in (mine.index(p.matrix), *ex.matrices[p.matrix].blocks[p.at])]
-            for parts in (self._have, wanted)
+        held = list(dict.fromkeys(p.matrix for p in self._have))
+        to_send = self._back[0].sent if self._back else self._have
+        shapes = [n for i in held for n in (ex.matrices[i].rows, ex.matrices[i].columns)]
+        received_blocks, out = (
+            [n for p in parts for n in (held.index(p.matrix), *ex.matrices[p.matrix].blocks[p.at])]
+            for parts in (self._have, to_send)
         )
         coefficients = list(group["ns_coefficients"])
-        arguments = (shapes, given, out, coefficients, group["eps"], group["ns_steps"])
+        arguments = (shapes, received_blocks, out, coefficients, group["eps"], group["ns_steps"])
         self._sent = self._call(ORTHOGONALIZE, self._sent, *arguments)
         # The busiest owner's work, so that estimates are alike on every rank.
         flops: dict[Coordinate, int] = {}
         for m in ex.matrices:
             work = newton_schulz_flops(m.rows, m.columns, group["ns_steps"])
             flops[m.owner] = flops.get(m.owner, 0) + work
-        size = SENT.itemsize * (self._back[0].most[0] if self._back else ex.elements(wanted))
+        size = SENT.itemsize * (self._back[0].most[0] if self._back else ex.elements(to_send))
         largest = _BUFFERS * SENT.itemsize * max(m.rows * m.columns for m in ex.matrices)
         set_work(self._sent, Work(size, 4 * size, max(flops.values())))
         set_updates(self._sent, (), largest)
-        self._have = wanted
+        self._have = to_send
         for hop in self._back:
             self._move(hop)
 
@@ -426,9 +429,9 @@ class _MatrixBucket:
     def _move(self, hop: Hop) -> None:
         """Append a repacking if the order or the parts differ, and the all-to-all."""
         if hop.sent != self._have:
-            at = {part: i for i, part in enumerate(self._have)}
+            place = {part: i for i, part in enumerate(self._have)}
             sizes = [self._exchange.elements([p]) for p in self._have]
-            order = [at[p] for p in hop.sent]
+            order = [place[p] for p in hop.sent]
             self._sent = self._call(REPACK, self._sent, sizes, order)
             size = SENT.itemsize * hop.most[0]
             set_work(self._sent, Work(size, 2 * size))

@@ -99,12 +99,12 @@ def by_mesh(
     groups: dict[Any, list[int]] = {}
     for i, parameter in enumerate(parameters):
         groups.setdefault(mesh_of(parameter), []).append(i)
-    for mesh, of in groups.items():
-        groups[mesh] = [of[k] for k in by_dtype([shard_of(parameters[i]) for i in of])]
-    return [
-        (tuple(sorted({d for i in of for d in sharded_dims(parameters[i])}, key=itemgetter(1))), of)
-        for of in groups.values()
-    ]
+    meshes = []
+    for places in groups.values():
+        dims = {d for i in places for d in sharded_dims(parameters[i])}
+        order = by_dtype([shard_of(parameters[i]) for i in places])
+        meshes.append((tuple(sorted(dims, key=itemgetter(1))), [places[k] for k in order]))
+    return meshes
 
 
 def append_norms(
@@ -202,17 +202,17 @@ def append_unscale(
         if optimizer is not None
     }
     for dims, places in by_mesh(parameters):
-        mine: dict[torch.optim.Optimizer, list[fx.Node]] = {}
+        nonfinite: dict[torch.optim.Optimizer, list[fx.Node]] = {}
         for i in places:
             if (optimizer := optimizers[i]) is not None:
-                mine.setdefault(optimizer, []).append(parts[i])
-        if not mine:
+                nonfinite.setdefault(optimizer, []).append(parts[i])
+        if not nonfinite:
             continue
-        vector = call(STACK, [call(ANY, of) for of in mine.values()], [1.0] * len(mine))
+        vector = call(STACK, [call(ANY, v) for v in nonfinite.values()], [1.0] * len(nonfinite))
         for mesh, dim in dims:
             group = as_argument(mesh_group(mesh, dim))
             vector = call(_c10d.all_reduce.default, vector, "max", group)
             vector = call(_c10d.wait_tensor.default, vector)
-        for k, optimizer in enumerate(mine):
+        for k, optimizer in enumerate(nonfinite):
             flags.setdefault(optimizer, []).append(call(_aten.select.int, vector, 0, k))
-    return {o: of[0] if len(of) == 1 else call(ANY, of) for o, of in flags.items()}
+    return {o: v[0] if len(v) == 1 else call(ANY, v) for o, v in flags.items()}

@@ -121,12 +121,12 @@ def choose_buckets(
     count = max(1, min(most, max(received.values(), default=0) // least))
     while count <= 4 * len(together):
         buckets: dict[int, list[int]] = {}
-        for i, at in enumerate(place):
-            buckets.setdefault(int(count * at / span), []).append(i)
+        for i, position in enumerate(place):
+            buckets.setdefault(int(count * position / span), []).append(i)
         if all(map(fits, buckets.values())):
             return [buckets[k] for k in sorted(buckets)]
         count += 1
-    return sorted(together.values(), key=lambda of: place[of[0]])
+    return sorted(together.values(), key=lambda members: place[members[0]])
 
 
 Coordinate = tuple[int, ...]
@@ -185,9 +185,9 @@ def tiles(rows: int, columns: int, blocks: Iterable[Rectangle]) -> bool:
     """Return whether blocks cover a matrix exactly."""
     pieces = {b for b in blocks if b.size}
     spans = {(b.row, b.rows) for b in pieces}, {(b.column, b.columns) for b in pieces}
-    for mine, whole in zip(spans, (rows, columns), strict=True):
+    for intervals, whole in zip(spans, (rows, columns), strict=True):
         end = 0
-        for start, size in sorted(mine):
+        for start, size in sorted(intervals):
             if start != end:
                 return False
             end += size
@@ -221,14 +221,14 @@ class Routes:
 
         return [self._hop(d, d + 1, goes) for d in reversed(range(len(self.mesh)))]
 
-    def held(self, at: Coordinate, dims: int) -> list[Piece]:
-        """List the parts that ``at`` holds after the first ``dims`` dimensions."""
+    def held(self, coordinate: Coordinate, dims: int) -> list[Piece]:
+        """List the parts that ``coordinate`` holds after the first ``dims`` dimensions."""
         held = []
         for i, m in enumerate(self.matrices):
-            if at[:dims] == m.owner[:dims]:
+            if coordinate[:dims] == m.owner[:dims]:
                 places = [
                     (range(self.mesh[d]) if d < dims else (c,)) if m.sharded[d] else (0,)
-                    for d, c in enumerate(at)
+                    for d, c in enumerate(coordinate)
                 ]
                 held += [Piece(i, c) for c in itertools.product(*places) if c in m.blocks]
         return held
@@ -240,8 +240,8 @@ class Routes:
     def _holders(self, part: Piece, dims: int) -> Iterator[Coordinate]:
         """List the ranks that hold a part after ``dims`` dimensions."""
         m = self.matrices[part.matrix]
-        rest = range(dims, len(self.mesh))
-        places = [(part.at[d],) if m.sharded[d] else range(self.mesh[d]) for d in rest]
+        dims_left = range(dims, len(self.mesh))
+        places = [(part.at[d],) if m.sharded[d] else range(self.mesh[d]) for d in dims_left]
         return itertools.product(*((c,) for c in m.owner[:dims]), *places)
 
     def _hop(self, d: int, dims: int, goes: Callable[[Piece, int, int, int], bool]) -> Hop:
@@ -257,8 +257,8 @@ class Routes:
                 for rank in self._holders(Piece(i, c), d if back else d + 1):
                     receiving[rank] += block.size
         at, peers = self.at, range(self.mesh[d]) if moves else (self.at[d],)
-        mine = self.held(at, dims)
-        sent = [[p for p in mine if goes(p, at[d], peer, d)] for peer in peers]
+        parts = self.held(at, dims)
+        sent = [[p for p in parts if goes(p, at[d], peer, d)] for peer in peers]
         received = [
             [p for p in self.held((*at[:d], s, *at[d + 1 :]), dims) if goes(p, s, at[d], d)]
             for s in peers

@@ -34,10 +34,10 @@ class StackedMuon(MuonOfEach):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__([torch.empty(0, 0)], **options)  # which refuses stacks
         self.param_groups.clear()
-        given = list(params)
-        if not given:
+        groups = list(params)
+        if not groups:
             raise ValueError("give StackedMuon at least one parameter")
-        for group in given if isinstance(given[0], dict) else [{"params": given}]:
+        for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
             self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -113,8 +113,8 @@ class Rule:
 
 def one_by_one(options: str, device: torch.device) -> bool:
     """Return whether parameters are updated one after the other, which needs the least memory."""
-    given = options.split()
-    return "foreach=0" in given or ("foreach=-" in given and device.type == "cpu")
+    words = options.split()
+    return "foreach=0" in words or ("foreach=-" in words and device.type == "cpu")
 
 
 class _Adam(Rule):
@@ -122,8 +122,8 @@ class _Adam(Rule):
     options = ("amsgrad", "maximize", "foreach", "capturable", "fused", "decoupled_weight_decay")
 
     def state(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        more = ("max_exp_avg_sq",) if group["amsgrad"] else ()
-        return ("step", "exp_avg", "exp_avg_sq", *more)
+        amsgrad = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        return ("step", "exp_avg", "exp_avg_sq", *amsgrad)
 
     def copies(self, group: Mapping[str, Any], single: bool) -> int:
         # Denominators, and gradients that are negated or decayed.
@@ -136,9 +136,9 @@ class _Adam(Rule):
         return 3 + int(bool(group["maximize"] or decays))
 
     def run(self, options: dict[str, Any], fresh: list[bool], *lists: list[Tensor]) -> None:
-        params, grads, steps, exp_avgs, exp_avg_sqs, *rest = lists
+        params, grads, steps, exp_avgs, exp_avg_sqs, *amsgrad = lists
         has_complex = any(map(torch.is_complex, params))
-        state = (exp_avgs, exp_avg_sqs, rest[0] if rest else [], steps)
+        state = (exp_avgs, exp_avg_sqs, amsgrad[0] if amsgrad else [], steps)
         adam(params, grads, *state, has_complex=has_complex, **options)
 
 
@@ -162,13 +162,13 @@ class _SGD(Rule):
 
     def run(self, options: dict[str, Any], fresh: list[bool], *lists: list[Tensor]) -> None:
         params, grads, *state = lists
-        kept: Sequence[Tensor | None] = state[0] if state else [None] * len(params)
+        momenta: Sequence[Tensor | None] = state[0] if state else [None] * len(params)
         # The first step copies the gradient, with the sign of its zeros.
-        buffers = [None if new else b for b, new in zip(kept, fresh, strict=True)]
+        buffers = [None if new else b for b, new in zip(momenta, fresh, strict=True)]
         sgd(params, grads, buffers, **options)
-        for made, buffer, new in zip(buffers, kept, fresh, strict=True):
-            if new and made is not None and buffer is not None:
-                buffer.copy_(made)
+        for result, buffer, new in zip(buffers, momenta, fresh, strict=True):
+            if new and result is not None and buffer is not None:
+                buffer.copy_(result)
 
 
 class MatrixRule(Rule):
@@ -250,21 +250,21 @@ def _update(
     options: str,
 ) -> None:
     values = {"1": True, "0": False, "-": None}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: values[v] for name, _, v in (o.partition("=") for o in options.split())
     }
     # Fused kernels read the flag on the device; others would update, so the host has to wait.
-    on_device = bool(given.get("fused")) and skip is not None
+    on_device = bool(arguments.get("fused")) and skip is not None
     if skip is not None and not on_device and skip.item():
         return
     kinds = len(state) // len(params)
     columns = [list(state[k::kinds]) for k in range(kinds)]
     new = [False] * len(params) if fresh is None else fresh[places].tolist()
-    of = BY_NAME[rule]
-    names = [n for each in of.numbers for n in _SEVERAL.get(each, (each,))]
-    given |= dict(zip(names, numbers.tolist(), strict=True))
-    given |= {"found_inf": skip if on_device else None} | ({} if lr is None else {"lr": lr})
-    of.run(given, new, list(params), list(grads), *columns)
+    update_rule = BY_NAME[rule]
+    names = [n for number in update_rule.numbers for n in _SEVERAL.get(number, (number,))]
+    arguments |= dict(zip(names, numbers.tolist(), strict=True))
+    arguments |= {"found_inf": skip if on_device else None} | ({} if lr is None else {"lr": lr})
+    update_rule.run(arguments, new, list(params), list(grads), *columns)
 
 
 UPDATE = operator(

@@ -68,7 +68,7 @@ class TrainStep:
         self._exchange_bytes, self._scaler = exchange_bytes, scaler
         self._clip_value, self._watched = clip_value, watched
         self._norms: dict[float, list[tuple[torch.Tensor, list[str]]]] = {}
-        self._parameters = [(of[0], p) for p, of in parameter_names(model).items()]
+        self._parameters = [(fqns[0], p) for p, fqns in parameter_names(model).items()]
         self._units = all_units(model)
         self._accumulating: Loss | None = None
         self._made: dict[Any, tuple[_StepBackend, Loss]] = {}
@@ -108,11 +108,11 @@ class TrainStep:
             for hook in grad_hooks(p)[1] if p.grad is not None else ():
                 hook(p)
         for optimizer in self.optimizers:
-            mine = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
-            if any(p.grad is not None for p in mine):
+            eager = [p for g in optimizer.param_groups for p in g["params"] if p not in planned]
+            if any(p.grad is not None for p in eager):
                 if not ran.skips(optimizer):
                     optimizer.step()
-                for p in mine:
+                for p in eager:
                     p.grad = None
             optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler
         if self._scaler is not None:
@@ -154,7 +154,7 @@ class TrainStep:
         accumulated = frozenset(fqn for fqn, p in self._parameters if p.grad is not None)
         hooked = frozenset(fqn for fqn, p in self._parameters if any(grad_hooks(p)))
         reads = (self._norm, self._scaler, self._clip_value)
-        if hooked and (self._watched or any(each is not None for each in reads)):
+        if hooked and (self._watched or any(option is not None for option in reads)):
             raise NotImplementedError(
                 f"{len(hooked)} parameter(s) have hooks on their gradients, which run before "
                 f"gradients are clipped, unscaled or read: {format_names(sorted(hooked))}. Take "
@@ -165,9 +165,9 @@ class TrainStep:
         options = [(g.rule_name, g.rule.key(g.given), len(g.given["params"])) for g in groups]
         key = (accumulated, hooked, *options)
         if key not in self._made:
-            given = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
+            arguments = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes
             read = self._scaler, self._clip_value, self._watched
-            backend = self._make_backend(lambda: Epilogue(*given, *read, hooked))
+            backend = self._make_backend(lambda: Epilogue(*arguments, *read, hooked))
             compiled: Any = torch.compile(self._loss, backend=backend, fullgraph=True)
             self._made[key] = backend, compiled
         return self._made[key]
@@ -245,11 +245,12 @@ def train_step(
         passes: see :func:`.backend`; None takes :func:`.recipe`'s.
         compiler: see :func:`.backend`; so are ``options``.
     """
-    one = isinstance(optimizer, torch.optim.Optimizer)
-    optimizers = [optimizer] if one else list(optimizer) if isinstance(optimizer, Sequence) else []
+    single = isinstance(optimizer, torch.optim.Optimizer)
+    several = list(optimizer) if isinstance(optimizer, Sequence) else []
+    optimizers = [optimizer] if single else several
     model = together(model)
-    known = [isinstance(each, torch.optim.Optimizer) for each in optimizers]
-    if not known or not all(known):
+    are_optimizers = [isinstance(o, torch.optim.Optimizer) for o in optimizers]
+    if not are_optimizers or not all(are_optimizers):
         raise TypeError(f"give a torch.optim.Optimizer or a list of them, got {optimizer!r}")
     if not callable(loss):
         raise TypeError(f"loss must be a function loss(model, *args), got {loss!r}")
@@ -270,18 +271,18 @@ def train_step(
         raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
     check_argument("grad_scaler", grad_scaler, torch.amp.GradScaler | None)
     scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-    taken: set[torch.Tensor] = set()
-    for each in optimizers:
-        _check(each, model, taken)
-    half = [n for n, p in model.named_parameters() if p.dtype == torch.float16 and p in taken]
+    optimized: set[torch.Tensor] = set()
+    for o in optimizers:
+        _check(o, model, optimized)
+    half = [n for n, p in model.named_parameters() if p.dtype == torch.float16 and p in optimized]
     if scaler is not None and half:
         raise ValueError(
             f"GradScaler does not unscale gradients in float16, and {len(half)} parameter(s) are "
             f"in it: {format_names(half)}. Keep parameters in float32, and compute in float16 by "
             "the sharding's param_dtype"
         )
-    own = ("compiler", "passes", "model")
-    accepted = [f.name for f in fields(BucketingBackend) if f.init and f.name not in own]
+    reserved = ("compiler", "passes", "model")
+    accepted = [f.name for f in fields(BucketingBackend) if f.init and f.name not in reserved]
     unknown = sorted(options.keys() - set(accepted))
     if unknown:
         raise TypeError(
@@ -310,8 +311,10 @@ def train_step(
     )
 
 
-def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.Tensor]) -> None:
-    """Check one optimizer, and add its parameters to the ``taken`` ones."""
+def _check(
+    optimizer: torch.optim.Optimizer, model: nn.Module, optimized: set[torch.Tensor]
+) -> None:
+    """Check one optimizer, and add its parameters to ``optimized``."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
@@ -319,15 +322,15 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, taken: set[torch.
             "planned: take its steps eagerly"
         )
     check_parameters(optimizer, model)
-    mine = {
+    parameters = {
         f"param_groups[{i}]['params'][{j}]": p
         for i, group in enumerate(optimizer.param_groups)
         for j, p in enumerate(group["params"])
     }
-    twice = [name for name, p in mine.items() if p in taken]
+    twice = [name for name, p in parameters.items() if p in optimized]
     if twice:
         raise ValueError(
             f"{len(twice)} parameter(s) of {type(optimizer).__name__} belong to an earlier "
             f"optimizer, too: {format_names(twice)}. Give each to one"
         )
-    taken.update(mine.values())
+    optimized.update(parameters.values())

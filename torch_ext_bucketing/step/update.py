@@ -208,8 +208,8 @@ class Epilogue:
         numel = {fqn: largest_shard_numel(p.parameter) for fqn, p in self.trained.items()}
         return sum(
             t.element_size() * (numel[fqn] if t.dim() else 1)
-            for fqn, of in self._states.items()
-            for t in of
+            for fqn, tensors in self._states.items()
+            for t in tensors
         )
 
     def values(self) -> list[torch.Tensor]:
@@ -252,8 +252,8 @@ class Epilogue:
         """Look up the state of all parameters, which a checkpoint may have replaced."""
         optimizers = dict.fromkeys(p.group.optimizer for p in self.updated if p.group)
         present = _values_in(optimizers)
-        seen = self._seen
-        if seen is not None and len(present) == len(seen) and all(map(is_, present, seen)):
+        cached = self._seen
+        if cached is not None and len(present) == len(cached) and all(map(is_, present, cached)):
             return
         for p in self.updated:
             assert p.group is not None
@@ -266,10 +266,10 @@ class Epilogue:
         self._seen = _values_in(optimizers)
 
     def _check(self, p: Trained, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        for name, was, now in zip(names, self._states.get(p.fqn, tensors), tensors, strict=True):
-            if was.dtype != now.dtype:
+        for name, was, t in zip(names, self._states.get(p.fqn, tensors), tensors, strict=True):
+            if was.dtype != t.dtype:
                 raise ValueError(
-                    f"{name} of {p.fqn} is {now.dtype}, and the step was compiled for {was.dtype}: "
+                    f"{name} of {p.fqn} is {t.dtype}, and the step was compiled for {was.dtype}: "
                     "a checkpoint or other code has replaced the optimizer's state. Cast it, or "
                     "make a new train_step()"
                 )
@@ -281,7 +281,7 @@ def _note_largest(node: fx.Node, p: Trained) -> None:
 
 
 def _values_in(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    return [v for optimizer in optimizers for of in optimizer.state.values() for v in of.values()]
+    return [v for o in optimizers for state in o.state.values() for v in state.values()]
 
 
 class _Appending:
@@ -314,9 +314,9 @@ class _Appending:
             for gradient in gradients.values() if coefficient is not None else ():
                 self.call(_aten._foreach_mul_.Tensor, [gradient], coefficient)
             if skip is not None:  # by the norm, for all optimizers
-                each = {o: self.call(ANY, [of, skip]) for o, of in found_inf.items()}
+                flags = {o: self.call(ANY, [flag, skip]) for o, flag in found_inf.items()}
                 optimizers = {p.optimizer for p in epilogue.updated}
-                found_inf = dict.fromkeys(optimizers, skip) | each  # type: ignore[arg-type]
+                found_inf = dict.fromkeys(optimizers, skip) | flags  # type: ignore[arg-type]
             shards = self._update(gradients, found_inf) if epilogue.updated else {}
             # A compile is not a step.
             epilogue.forget_new()
@@ -346,7 +346,7 @@ class _Appending:
                 earlier if value is None else self.call(_aten.add_.Tensor, earlier, value)
             )
             _note_largest(gradients[p], p)
-        return dict(sorted(gradients.items(), key=lambda each: each[0].place))
+        return dict(sorted(gradients.items(), key=lambda item: item[0].place))
 
     def _unscale(self, gradients: dict[Trained, fx.Node]) -> dict[Any, fx.Node]:
         """Divide gradients by the loss scale; return, by optimizer, whether any is not finite."""
@@ -363,8 +363,8 @@ class _Appending:
         for i, (optimizer, node) in enumerate(flags.items()):
             epilogue.found_inf[optimizer] = torch.zeros((), device=device)
             read = functools.partial(epilogue.found_inf.__getitem__, optimizer)
-            kept = self._input(f"found_inf_{i}", read)
-            self.call(_aten.copy_.default, kept, node)
+            buffer = self._input(f"found_inf_{i}", read)
+            self.call(_aten.copy_.default, buffer, node)
         return flags
 
     def _clip(self, gradients: dict[Trained, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
@@ -375,11 +375,11 @@ class _Appending:
         for order in dict.fromkeys(
             [*([] if norm is None else [norm.norm_type]), *self.epilogue.watched]
         ):
-            made = append_norms(self.call, nodes, parameters, order)
-            vectors[order] = [vector for vector, _ in made]
-            kept = [self._keep(f"norms_{len(vectors)}_{k}", v) for k, (v, _) in enumerate(made)]
-            of = [[names[i] for i in places] for _, places in made]
-            self.epilogue.norms[order] = list(zip(kept, of, strict=True))
+            norms = append_norms(self.call, nodes, parameters, order)
+            vectors[order] = [vector for vector, _ in norms]
+            buffers = [self._keep(f"norms_{len(vectors)}_{k}", v) for k, (v, _) in enumerate(norms)]
+            fqns = [[names[i] for i in places] for _, places in norms]
+            self.epilogue.norms[order] = list(zip(buffers, fqns, strict=True))
         if norm is None:
             return None, None
         total = norm.total(self.call, vectors[norm.norm_type])
@@ -426,9 +426,9 @@ class _Appending:
                 matrices.setdefault(skip, []).append(update)
                 continue
             first = fresh if group.rule.copies_at_first else None
-            given = (*numbers[group], skip, first, [p.place], group.rule_name)
+            arguments = (*numbers[group], skip, first, [p.place], group.rule_name)
             options = group.rule.options_of(group.given)
-            node = self.call(UPDATE, [shard], [gradients[p]], state, *given, options)
+            node = self.call(UPDATE, [shard], [gradients[p]], state, *arguments, options)
             single = one_by_one(options, shard_of(p.parameter).device)
             nbytes = group.rule.copies(group.given, single) * largest_shard_bytes(p.parameter)
             set_updates(node, (p.fqn,), nbytes)
@@ -437,9 +437,11 @@ class _Appending:
         if cap is None and limit is not None and matrices:
             held = [*epilogue.trained.values(), *epilogue.gradients]
             room = limit - sum(largest_shard_bytes(p.parameter) for p in held)
-            cap = bytes_within(room, [u.parameter for of in matrices.values() for u in of])
-        for skip, of in matrices.items():
-            epilogue.owners += append_matrices(self.call, of[::-1], skip, cap)
+            cap = bytes_within(
+                room, [u.parameter for updates in matrices.values() for u in updates]
+            )
+        for skip, updates in matrices.items():
+            epilogue.owners += append_matrices(self.call, updates[::-1], skip, cap)
         return shards
 
     def _numbers(self, group: Group, i: int) -> tuple[fx.Node, fx.Node | None]:
@@ -495,8 +497,8 @@ class _Appending:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         with self.mode, torch.no_grad():
-            given = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = None if target is UPDATE else target(*given[0], **given[1])
+            values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = None if target is UPDATE else target(*values[0], **values[1])
         if target in _LISTS:
             set_work(node, Work(0))
         self.made.append(node)
@@ -515,8 +517,8 @@ def group_calls(graph: fx.Graph, clipped: bool) -> None:
         gradient = node.args[1 if node.target is UPDATE else 0][0]
         waits = clipped and node.target not in _AT_ONCE
         value, reduction = gradient.meta["val"], None if waits else _reduction_of(gradient)
-        others = [a for a in node.args if not isinstance(a, list | tuple)]
-        key = (node.target, reduction, value.dtype, value.device, *others)
+        scalars = [a for a in node.args if not isinstance(a, list | tuple)]
+        key = (node.target, reduction, value.dtype, value.device, *scalars)
         members, nbytes = open_calls.get(key, ([], 0))
         nbytes = _together(node)((nbytes, buffer_bytes(node)))
         if not members or (waits and nbytes > _CALL_BYTES):
@@ -525,7 +527,7 @@ def group_calls(graph: fx.Graph, clipped: bool) -> None:
         members.append(node)
         open_calls[key] = members, nbytes
     for members in calls:
-        _join(graph, members)
+        _merge_calls(graph, members)
 
 
 def _reduction_of(value: fx.Node) -> fx.Node:
@@ -549,24 +551,31 @@ def _together(node: fx.Node) -> Callable[[Iterable[int]], int]:
     return max if single else sum
 
 
-def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    if len(members) == 1:
+def _merge_calls(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
+    """Merge calls of one operator into the last one, which gets the items of all their lists.
+
+    ::
+
+        before    update([a]) ... update([b])        norms([a]) -> item 0 ... norms([b]) -> item 0
+        after     ... update([a, b])                 ... norms([a, b]) -> item 0, item 1
+    """
+    if len(calls) == 1:
         return
-    last = members[-1]
+    last = calls[-1]
     last.args = tuple(
-        [x for m in members for x in m.args[i]] if isinstance(a, list | tuple) else a  # type: ignore[union-attr]
+        [x for call in calls for x in call.args[i]] if isinstance(a, list | tuple) else a  # type: ignore[union-attr]
         for i, a in enumerate(last.args)
     )
     if last.target is UPDATE:
-        fqns = [fqn for m in members for fqn in updates_of(m)]
-        set_updates(last, fqns, _together(last)(map(buffer_bytes, members)))
+        fqns = [fqn for call in calls for fqn in updates_of(call)]
+        set_updates(last, fqns, _together(last)(map(buffer_bytes, calls)))
     if last.target is NORMS:  # a result for each gradient
-        last.meta["val"] = [v for m in members for v in m.meta["val"]]
-        at = last
-        for i, item in [(i, user) for i, member in enumerate(members) for user in member.users]:
+        last.meta["val"] = [v for call in calls for v in call.meta["val"]]
+        before = last  # items follow the merged call, in the order of the gradients
+        for i, item in [(i, user) for i, call in enumerate(calls) for user in call.users]:
             item.args = (last, i)
-            at.append(item)
-            at = item
-    for member in members[:-1]:
-        member.replace_all_uses_with(last)  # the flag of a loss scale
-        graph.erase_node(member)
+            before.append(item)
+            before = item
+    for call in calls[:-1]:
+        call.replace_all_uses_with(last)  # the flag of a loss scale
+        graph.erase_node(call)

@@ -75,17 +75,17 @@ def configured(
         TargetError: the configuration can't be read, or its model not be made or fed; or it has
             no plan for tensor parallelism, or the mesh does not divide the heads.
     """
-    made = _llama(name, sequence or 8192) if name in LLAMA3 else _of_transformers(name)
-    model = made.model
+    built = _llama(name, sequence or 8192) if name in LLAMA3 else _of_transformers(name)
+    model = built.model
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
         size = mesh["tp"].size()
-        if undivided := next((f"{n} {part}" for part, n in made.heads.items() if n % size), None):
+        if undivided := next((f"{n} {part}" for part, n in built.heads.items() if n % size), None):
             raise TargetError(f"--mesh: tp={size} does not divide the model's {undivided}")
-        _tensor_parallel(model, mesh["tp"], made.plan)
+        _tensor_parallel(model, mesh["tp"], built.plan)
     data = mesh["replicate", "fsdp"] if "replicate" in names else mesh["fsdp"]
     _data_parallel(model, data)
-    return model, made.inputs(sequence, batch), made.loss
+    return model, built.inputs(sequence, batch), built.loss
 
 
 def _llama(name: str, sequence: int) -> _Made:
@@ -175,10 +175,10 @@ def _class_of(transformers: Any, config: Any) -> Any:
         if hasattr(transformers, architecture):
             return getattr(transformers, architecture)
     mappings = (getattr(transformers, task)._model_mapping for task in _TASKS)
-    found = next((m[type(config)] for m in mappings if type(config) in m), None)
-    if found is None:
+    model_class = next((m[type(config)] for m in mappings if type(config) in m), None)
+    if model_class is None:
         raise ValueError(f"no task of transformers has a class for a {type(config).__name__}")
-    return found[0] if isinstance(found, tuple) else found
+    return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
 # Classes whose labels are one class per token, and per sequence or image.
@@ -197,42 +197,42 @@ def _inputs(name: str, model: Any, sequence: int | None, batch: int) -> dict[str
     limits = ("max_position_embeddings", "max_target_positions", "n_positions")
     most = next((n for limit in limits if (n := getattr(text, limit, None))), 512)
     tokens = torch.zeros((batch, sequence or min(most, 8192)), dtype=torch.long)
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     zeros = functools.partial(torch.zeros, dtype=torch.bfloat16)  # as gathered parameters
     by_token = type(model).__name__.endswith(_BY_TOKEN)
     if "input_ids" in takes:
-        made["input_ids"] = tokens
-    if "pixel_values" in takes and not (made and by_token):
+        tensors["input_ids"] = tokens
+    if "pixel_values" in takes and not (tensors and by_token):
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", None) or 224
         height, width = (size, size) if isinstance(size, int) else size
-        made["pixel_values"] = zeros(batch, getattr(vision, "num_channels", 3), height, width)
+        tensors["pixel_values"] = zeros(batch, getattr(vision, "num_channels", 3), height, width)
         if (frames := getattr(vision, "num_frames", None)) is not None:
-            made["pixel_values"] = made["pixel_values"][:, None].repeat(1, frames, 1, 1, 1)
+            tensors["pixel_values"] = tensors["pixel_values"][:, None].repeat(1, frames, 1, 1, 1)
     elif "input_features" in takes:
         audio = getattr(config, "audio_config", config)
         length = 2 * getattr(audio, "max_source_positions", 1500)
-        made["input_features"] = zeros(batch, getattr(audio, "num_mel_bins", 80), length)
+        tensors["input_features"] = zeros(batch, getattr(audio, "num_mel_bins", 80), length)
     elif "input_values" in takes:
-        made["input_values"] = zeros(batch, 160_000)  # 10 s at 16 kHz
-    if not made:
+        tensors["input_values"] = zeros(batch, 160_000)  # 10 s at 16 kHz
+    if not tensors:
         raise TargetError(
             f"{name}: a {type(model).__name__} takes {', '.join([*takes][1:5])}, and explain makes "
             "input_ids, pixel_values, input_features and input_values: give a MODULE:FUNCTION that "
             "returns the sharded model and its inputs"
         )
     if "labels" in takes and by_token:
-        made["labels"] = tokens
+        tensors["labels"] = tokens
     elif "labels" in takes and type(model).__name__.endswith(_BY_SAMPLE):
-        made["labels"] = torch.zeros(batch, dtype=torch.long)
+        tensors["labels"] = torch.zeros(batch, dtype=torch.long)
     elif "decoder_input_ids" in takes:
-        made["decoder_input_ids"] = tokens
-    if sequence is not None and not any(value is tokens for value in made.values()):
+        tensors["decoder_input_ids"] = tokens
+    if sequence is not None and not any(value is tokens for value in tensors.values()):
         raise TargetError(
             f"{name}: a {type(model).__name__} takes no tokens, so leave --sequence out; the size "
             "of its inputs is in its configuration"
         )
-    return made
+    return tensors
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -274,9 +274,9 @@ def _data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _even_dim(param: torch.Tensor, ranks: int) -> int:
     """Return 0, or the first dimension that ranks divide where they divide rows badly."""
-    rows, *others = shard_of(param).shape or (1,)
+    rows, *sizes = shard_of(param).shape or (1,)
     padded = -(-rows // ranks) * ranks
-    even = [dim for dim, size in enumerate(others, 1) if size % ranks == 0]
+    even = [dim for dim, size in enumerate(sizes, 1) if size % ranks == 0]
     return even[0] if even and padded > (1 + UNEVEN) * rows else 0
 
 

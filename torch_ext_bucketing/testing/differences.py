@@ -70,8 +70,8 @@ def fsdp_payloads(
         for unit in filter(None, units):
             members, offset = [], 0
             for fqn in unit:
-                own = gathered.get(fqn) if gathered and kind == "all_gather" else None
-                for nbytes in own or (numels[fqn] * dtype.itemsize,):
+                sent_nbytes = gathered.get(fqn) if gathered and kind == "all_gather" else None
+                for nbytes in sent_nbytes or (numels[fqn] * dtype.itemsize,):
                     members.append(Span(fqn, offset, nbytes))
                     offset += nbytes
             payloads.append(Payload(kind, tuple(members)))
@@ -88,22 +88,22 @@ def bucket_payloads(buckets: Iterable[BucketReport]) -> list[Payload]:
 
 def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list[str]:
     """Describe payloads that only ``run``, or only eager FSDP2 has, compared byte by byte."""
-    known = {p.key: p for p in eager}
+    eager_by_key = {p.key: p for p in eager}
     texts = []
     for payload in run:
         names = ", ".join(m.fqn for m in payload.members[:3])
         names += ", ..." if len(payload.members) > 3 else ""
-        if payload.key not in known:
+        if payload.key not in eager_by_key:
             texts.append(f"{payload.kind} of {names}: no unit of eager FSDP2 has these members")
             continue
-        pairs = zip(payload.members, known[payload.key].members, strict=True)
-        if differs := next(((mine, eagers) for mine, eagers in pairs if mine != eagers), None):
-            mine, eagers = differs
+        pairs = zip(payload.members, eager_by_key[payload.key].members, strict=True)
+        if differs := next(((span, eagers) for span, eagers in pairs if span != eagers), None):
+            span, eagers = differs
             texts.append(
-                f"{payload.kind} of {names}: byte {mine.offset} is {mine.fqn} ({mine.nbytes} "
+                f"{payload.kind} of {names}: byte {span.offset} is {span.fqn} ({span.nbytes} "
                 f"bytes), eager has {eagers.fqn} at byte {eagers.offset} ({eagers.nbytes} bytes)"
             )
-    missing = known.keys() - {payload.key for payload in run}
+    missing = eager_by_key.keys() - {payload.key for payload in run}
     # One with a single member may be missing: it needs no bucket.
     for kind, members in ((p.kind, p.members) for p in eager if p.key in missing):
         if len(members) > 1:

@@ -52,10 +52,10 @@ def compare_on_rank(rank: Rank, options: CompareOptions) -> Comparison:
     eager, eager_gradients = trial.train(model, model, steps)
     trial.say(f"compiled with {options.backend}")
     model, compiler, run = trial.ours()
-    ours, gradients = trial.train(model, run, steps, stop_unlike=eager.digests)
+    compiled, gradients = trial.train(model, run, steps, stop_unlike=eager.digests)
     notes |= dict.fromkeys(text for report in compiler.reports for text in report.warnings)
-    last = len(ours.digests) - 1
-    if not trial.differing({"": ours.digests[last]}, {"": eager.digests[last]}):
+    last = len(compiled.digests) - 1
+    if not trial.differing({"": compiled.digests[last]}, {"": eager.digests[last]}):
         return Comparison(True, steps, notes=tuple(notes))
     trial.say(f"weights differ after step {last + 1}")
     search = _Experiments(trial, last, eager_gradients[last], gradients[last], model, compiler)
@@ -71,12 +71,12 @@ class _Experiments:
     trial: Trial
     step: int
     eager: Hashes  # that step's gradients by eager FSDP2
-    ours: Hashes  # gradients with ``passes``; ``compiler`` compiled ``model`` with them
+    gradients: Hashes  # gradients with ``passes``; ``compiler`` compiled ``model`` with them
     model: nn.Module
     compiler: BucketingBackend
     order: list[str] = field(default_factory=list)  # parameters in the order of backward
     # Gradients on one rank, by key of ``_WAYS``.
-    known: dict[str, Hashes] = field(default_factory=dict)
+    on_one_by_way: dict[str, Hashes] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)  # descriptions of experiments that raised
     mended: int = 0  # number of changes of ``passes`` that changed gradients
 
@@ -114,9 +114,9 @@ class _Experiments:
         for on_all in _ON_ALL_RANKS:
             causes += on_all(self)
         yield from causes
-        left = self.ordered(trial.differing(self.eager, self.ours))
-        if left and len(causes) == self.mended:
-            yield _cause("unknown", left)
+        unlike_eager = self.ordered(trial.differing(self.eager, self.gradients))
+        if unlike_eager and len(causes) == self.mended:
+            yield _cause("unknown", unlike_eager)
 
     def _backward_order(self) -> list[str]:
         model, order = self.trial.plain(), dict[str, None]()
@@ -133,19 +133,19 @@ class _Experiments:
 
     def on_one(self, way: str, again: bool = False) -> Hashes:
         """Compute gradients on this rank alone, in one of ``_WAYS``."""
-        if again or way not in self.known:
+        if again or way not in self.on_one_by_way:
             self.trial.say(f"one rank: {way}")
             torch.compiler.reset()
             model = self.trial.plain()
-            self.known[way] = self.trial.gradients(model, _WAYS[way](model), self.step)
-        return self.known[way]
+            self.on_one_by_way[way] = self.trial.gradients(model, _WAYS[way](model), self.step)
+        return self.on_one_by_way[way]
 
     def take(self, passes: Passes) -> tuple[str, ...]:
         """Change the passes; return the names of gradients that this changes on some rank."""
         self.model, self.compiler, run = self.trial.ours(passes, "aot_eager")
         gradients = self.trial.gradients(self.model, run, self.step)
-        names = self.trial.differing(self.ours, gradients)
-        self.passes, self.ours = passes, gradients
+        names = self.trial.differing(self.gradients, gradients)
+        self.passes, self.gradients = passes, gradients
         self.mended += bool(names)
         return self.ordered(names)
 
@@ -175,9 +175,9 @@ def _inductor(search: _Experiments) -> Iterator[Cause]:
     before = search.on_one("AOTAutograd")
     if names := search.ordered(unlike(before, search.on_one("Inductor"))):
         with inductor_config.patch(emulate_precision_casts=True):
-            left = unlike(before, search.on_one("Inductor", again=True))
-        more = f". With emulate_precision_casts {len(left)} of these {len(names)} still differ"
-        yield _cause("Inductor", names, more)
+            unequal = unlike(before, search.on_one("Inductor", again=True))
+        detail = f". With emulate_precision_casts {len(unequal)} of these {len(names)} still differ"
+        yield _cause("Inductor", names, detail)
 
 
 def _activations(search: _Experiments) -> Iterator[Cause]:
@@ -193,8 +193,8 @@ def _activations(search: _Experiments) -> Iterator[Cause]:
     trial.say("one rank: eager FSDP2")
     if names := changed_by(trial.units):
         alone = ["+".join(unit) for unit in trial.units if changed_by([unit])]
-        more = f". Units that do so alone: {format_names(alone)}" if alone else ""
-        yield _cause("activations", names, more)
+        detail = f". Units that do so alone: {format_names(alone)}" if alone else ""
+        yield _cause("activations", names, detail)
 
 
 def _first_module(search: _Experiments, ways: tuple[str, str]) -> str:
@@ -217,7 +217,7 @@ def _first_module(search: _Experiments, ways: tuple[str, str]) -> str:
         handle.remove()
     module, inside = "", list(calls)
     while inside:
-        outermost = [c for c in inside if not any(c.startswith(f"{other}.") for other in inside)]
+        outermost = [c for c in inside if not any(c.startswith(f"{outer}.") for outer in inside)]
         differs = (c for c in outermost if len({_alone(c, *calls[c], way) for way in ways}) > 1)
         module, before = next(differs, ""), module
         if not module:
@@ -236,7 +236,7 @@ def _detached(tree: Any) -> Any:
 def _alone(name: str, module: nn.Module, arguments: Any, way: str) -> str:
     """Hash a module's outputs and gradients; empty if the module can't be called by itself."""
     torch.compiler.reset()
-    args, keywords = given = _detached(arguments)
+    args, keywords = copies = _detached(arguments)
     module.zero_grad()
     torch.manual_seed(0)
     try:
@@ -248,7 +248,7 @@ def _alone(name: str, module: nn.Module, arguments: Any, way: str) -> str:
     except Exception as error:
         warnings.warn(f"{name} can't be called by itself: {error}", stacklevel=2)
         return ""
-    leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    leaves = [x for x in pytree.tree_leaves(copies) if isinstance(x, torch.Tensor)]
     return hash_of([outputs, *(x.grad for x in (*leaves, *module.parameters()))])
 
 
@@ -274,9 +274,9 @@ def _rewritten(
         if names := search.take(lambda model: [rewrite(), *passes(model)]):
             yield _cause(name, names)
     rewrites = [r for report in search.compiler.reports for r in report.rewrites]
-    if left := [x for r in rewrites if isinstance(r, kind) for x in r.left]:
-        why = "; ".join(f"{format_names(x.fqns)}: {x.reason}" for x in left)
-        names = search.ordered([fqn for x in left for fqn in x.fqns])
+    if skipped := [x for r in rewrites if isinstance(r, kind) for x in r.left]:
+        why = "; ".join(f"{format_names(x.fqns)}: {x.reason}" for x in skipped)
+        names = search.ordered([fqn for x in skipped for fqn in x.fqns])
         yield _cause(name, names, f". {rewrite.__name__}() skipped {why}", "see its reasons")
 
 
@@ -295,18 +295,19 @@ def _payloads(search: _Experiments) -> Iterator[Cause]:
     passes = search.passes
 
     def with_eagers(model: nn.Module) -> list[GraphPass]:
-        given = [
+        listed = [
             AddByUnit(model, search.trial.units) if isinstance(p, AddByUnit) else p
             for p in passes(model)
         ]
-        place = next((n for n, p in enumerate(given) if {BUCKETS, ORDER} & p.provides), len(given))
-        rest = [p for p in given[place:] if BUCKETS not in p.provides]
-        return [*given[:place], BucketByUnit(order, KINDS), *rest]
+        places = (n for n, p in enumerate(listed) if {BUCKETS, ORDER} & p.provides)
+        place = next(places, len(listed))
+        others_after = [p for p in listed[place:] if BUCKETS not in p.provides]
+        return [*listed[:place], BucketByUnit(order, KINDS), *others_after]
 
     search.trial.say("all ranks: with eager FSDP2's payloads")
     if names := search.take(with_eagers):
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        shown = f": {'; '.join(differences[:3])}{more}"
+        further = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        shown = f": {'; '.join(differences[:3])}{further}"
         yield _cause("payload order" if same_units else "units", names, shown)
 
 
@@ -315,8 +316,8 @@ def _layout(search: _Experiments) -> tuple[FSDPParamOrder, list[str], bool]:
     trial = search.trial
     model = trial.wrapped()
     order = FSDPParamOrder.from_fsdp(model)
-    own = next(model.parameters()).dtype
-    gathered = trial.param_dtype or own
+    dtype = next(model.parameters()).dtype
+    gathered = trial.param_dtype or dtype
     # Eager FSDP2 reduces no parameter without a gradient.
     units = [[n for n in unit if search.eager.get(n)] for unit in order.reduce_units or order.units]
     eager = fsdp_payloads(
@@ -324,7 +325,7 @@ def _layout(search: _Experiments) -> tuple[FSDPParamOrder, list[str], bool]:
         FSDPParamOrder.from_fqns([unit for unit in units if unit]),
         shards=trial.rank.world_size // trial.options.replicas,
         param_dtype=gathered,
-        reduce_dtype=trial.reduce_dtype or (own if REDUCES_BY_GRAD_DTYPE else gathered),
+        reduce_dtype=trial.reduce_dtype or (dtype if REDUCES_BY_GRAD_DTYPE else gathered),
         replicas=trial.options.replicas,
     )
     buckets = [b for report in search.compiler.reports for b in report.buckets]
@@ -353,9 +354,9 @@ _ON_ALL_RANKS: Sequence[_Experiment] = (
 )
 
 
-def _cause(name: str, names: tuple[str, ...], more: str = "", advice: str = "") -> Cause:
-    """Create a cause from ``_WORDS``, with ``more`` appended to the observation."""
-    return Cause(name, names, _WORDS[name][0] + more, advice or _WORDS[name][1])
+def _cause(name: str, names: tuple[str, ...], detail: str = "", advice: str = "") -> Cause:
+    """Create a cause from ``_WORDS``, with ``detail`` appended to the observation."""
+    return Cause(name, names, _WORDS[name][0] + detail, advice or _WORDS[name][1])
 
 
 _WORDS: dict[str, tuple[str, str]] = {

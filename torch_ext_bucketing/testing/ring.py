@@ -240,7 +240,7 @@ class RingProcessGroup(dist.ProcessGroup):
         # operations by launch order, and the second could only start after the first.
         n, me, where = self.size(), self.rank(), self._where(name)
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        mine = me if scatter else 0
+        index = me if scatter else 0
         for slices, output in zip(inputs, outputs, strict=True):
             for x in (*slices, output):
                 if x.layout != torch.strided or x.device.type != "cpu":
@@ -248,10 +248,10 @@ class RingProcessGroup(dist.ProcessGroup):
                         f"{where}: tensors must be dense and on the CPU, got {x.layout} on "
                         f"{x.device}"
                     )
-            if slices[mine].dtype != output.dtype or slices[mine].numel() != output.numel():
+            if slices[index].dtype != output.dtype or slices[index].numel() != output.numel():
                 raise ValueError(
                     f"{where}: the output is {output.dtype} of {output.numel()} elements, this "
-                    f"rank's input {slices[mine].dtype} of {slices[mine].numel()}"
+                    f"rank's input {slices[index].dtype} of {slices[index].numel()}"
                 )
         reductions = [make_reduction(op, output.dtype, n, where) for output in outputs]
 
@@ -259,7 +259,7 @@ class RingProcessGroup(dist.ProcessGroup):
         for slices in inputs:
             # As bytes: gloo moves any number of them.
             send = [x.detach().contiguous().view(-1).view(torch.uint8) for x in slices]
-            size = send[mine].numel()
+            size = send[index].numel()
             recv = torch.empty(n, size, dtype=torch.uint8)
             received.append(recv)
             if scatter and any(x.numel() for x in send):

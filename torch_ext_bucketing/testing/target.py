@@ -52,13 +52,13 @@ def option(
 
 def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
     """Add a dataclass's options, and ``--json`` for the result."""
-    for each in fields(kind):
-        if each.metadata:
-            default = "the parameters'" if each.default is None else each.default
-            about = {**each.metadata, "help": f"{each.metadata['help']} (default: {default})"}
-            about["type"] = str if each.default is None else type(each.default)
-            name = each.name.removesuffix("_s").replace("_", "-")
-            parser.add_argument(f"--{name}", dest=each.name, default=each.default, **about)
+    for f in fields(kind):
+        if f.metadata:
+            default = "the parameters'" if f.default is None else f.default
+            about = {**f.metadata, "help": f"{f.metadata['help']} (default: {default})"}
+            about["type"] = str if f.default is None else type(f.default)
+            name = f.name.removesuffix("_s").replace("_", "-")
+            parser.add_argument(f"--{name}", dest=f.name, default=f.default, **about)
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write the result to FILE"
     )
@@ -70,21 +70,21 @@ def check_options(options: Any) -> None:
     Raises:
         ValueError: a value is out of range. The message begins with the field's name.
     """
-    for each in fields(options):
-        value, choices = getattr(options, each.name), each.metadata.get("choices")
-        if choices and value not in choices and (value is not None or each.default is not None):
-            raise ValueError(f"{each.name} must be one of {', '.join(choices)}, got {value!r}")
-        if isinstance(each.default, int | float) and each.default > 0 and value <= 0:
-            raise ValueError(f"{each.name} must be positive, got {value:g}")
-        if each.name in ("nodes", "replicas") and options.ranks % value:
-            raise ValueError(f"{each.name} must divide ranks ({options.ranks}) evenly, got {value}")
+    for f in fields(options):
+        value, choices = getattr(options, f.name), f.metadata.get("choices")
+        if choices and value not in choices and (value is not None or f.default is not None):
+            raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
+        if isinstance(f.default, int | float) and f.default > 0 and value <= 0:
+            raise ValueError(f"{f.name} must be positive, got {value:g}")
+        if f.name in ("nodes", "replicas") and options.ranks % value:
+            raise ValueError(f"{f.name} must divide ranks ({options.ranks}) evenly, got {value}")
 
 
 def options_of(args: argparse.Namespace, kind: Callable[..., T]) -> T:
     """Create the dataclass of parsed arguments; its ``ValueError`` is a usage error, status 2."""
-    given = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}  # type: ignore[arg-type]
+    values = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}  # type: ignore[arg-type]
     try:
-        return kind(**given)
+        return kind(**values)
     except ValueError as error:
         args.parser.error(str(error))
         raise
@@ -121,19 +121,19 @@ def load_target(target: str) -> Any:
     if not callable(function):
         from ..fqns import nearest_names
 
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        what = "has no" if function is None else "has no function"
+        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        has = "has no" if function is None else "has no function"
         raise TargetError(
-            f"module {module_name} {what} {function_name}" + nearest_names(function_name, known)
+            f"module {module_name} {has} {function_name}" + nearest_names(function_name, functions)
         )
     return function
 
 
-def build(make: Callable[..., Any], name: str, *given: Any, loss: bool = False) -> tuple[Any, ...]:
+def build(make: Callable[..., Any], name: str, *args: Any, loss: bool = False) -> tuple[Any, ...]:
     """Call ``make``, which must return a model and inputs, and optionally a ``loss``.
 
     Args:
-        given: its arguments.
+        args: its arguments.
 
     Raises:
         TargetError: it raises, or returns something else. The message has its ``name``.
@@ -141,18 +141,22 @@ def build(make: Callable[..., Any], name: str, *given: Any, loss: bool = False) 
     import torch.nn as nn
 
     try:
-        made = make(*given)
+        result = make(*args)
     except TargetError:
         raise
     except Exception as error:
         raise TargetError(f"{name} raised {type(error).__name__}: {error}") from error
     sizes = (2, 3) if loss else (2,)
-    if not isinstance(made, tuple) or len(made) not in sizes or not isinstance(made[0], nn.Module):
+    if (
+        not isinstance(result, tuple)
+        or len(result) not in sizes
+        or not isinstance(result[0], nn.Module)
+    ):
         raise TargetError(
             f"{name} must return (model, inputs){' or (model, inputs, loss)' if loss else ''}, a "
-            f"torch.nn.Module and what it is called with; it returned {type(made).__name__}"
+            f"torch.nn.Module and what it is called with; it returned {type(result).__name__}"
         )
-    return made
+    return result
 
 
 def call(run: Callable[..., Any], inputs: Any) -> Any:

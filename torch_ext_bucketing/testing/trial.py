@@ -82,16 +82,16 @@ class Trial:
 
     def _from_rank(self, source: int, value: T) -> T:
         # torch's collectives of objects need numpy, which torch does not require.
-        given = bytearray(pickle.dumps(value) if self.rank.rank == source else b"")
-        size = torch.tensor([len(given)])
+        buffer = bytearray(pickle.dumps(value) if self.rank.rank == source else b"")
+        size = torch.tensor([len(buffer)])
         dist.broadcast(size, source)
-        given = given or bytearray(int(size))
-        dist.broadcast(torch.frombuffer(given, dtype=torch.uint8), source)
-        return value if self.rank.rank == source else pickle.loads(given)
+        buffer = buffer or bytearray(int(size))
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), source)
+        return value if self.rank.rank == source else pickle.loads(buffer)
 
-    def differing(self, one: Hashes, other: Hashes) -> tuple[str, ...]:
+    def differing(self, first: Hashes, second: Hashes) -> tuple[str, ...]:
         """Return the names whose hashes differ on some rank."""
-        by_rank = self.from_all(unlike(one, other))
+        by_rank = self.from_all(unlike(first, second))
         return tuple(dict.fromkeys(name for names in by_rank for name in names))
 
     def copy(self) -> nn.Module:
@@ -132,15 +132,15 @@ class Trial:
                 param_dtype=self.param_dtype,
                 reduce_dtype=self.reduce_dtype,
             )
-        taken = backend(compiler or options.backend, (passes or self.passes)(model), model)
+        compiled_by = backend(compiler or options.backend, (passes or self.passes)(model), model)
         torch.compiler.reset()  # or Dynamo could reuse another copy's graph
-        return model, taken, torch.compile(model, backend=taken)
+        return model, compiled_by, torch.compile(model, backend=compiled_by)
 
     def passes(self, model: nn.Module) -> Sequence[GraphPass]:
         """Return the options' passes for a sharded model."""
         options = self.options
-        given = options.passes(model) if options.passes else recipe(model, units=options.units)
-        return in_order(given, model)
+        passes = options.passes(model) if options.passes else recipe(model, units=options.units)
+        return in_order(passes, model)
 
     def train(
         self, model: nn.Module, run: Run, steps: int, stop_unlike: Sequence[str] | None = None
@@ -185,11 +185,11 @@ class Trial:
         return loss
 
 
-def wrap(model: nn.Module, units: Iterable[Sequence[str]], mesh: DeviceMesh, **more: Any) -> Any:
+def wrap(model: nn.Module, units: Iterable[Sequence[str]], mesh: DeviceMesh, **options: Any) -> Any:
     """Call ``fully_shard`` on each unit once, in place."""
     modules = canonical_modules(model)
     for unit in dict.fromkeys(tuple(unit) for unit in units):
-        fully_shard([modules[name] for name in unit], mesh=mesh, **more)
+        fully_shard([modules[name] for name in unit], mesh=mesh, **options)
     return model
 
 
@@ -204,9 +204,9 @@ def gradient_hashes(model: nn.Module) -> Hashes:
     return hashes
 
 
-def unlike(one: Hashes, other: Hashes) -> list[str]:
+def unlike(first: Hashes, second: Hashes) -> list[str]:
     """Return the names whose hashes differ."""
-    return [name for name, value in one.items() if other.get(name, "") != value]
+    return [name for name, value in first.items() if second.get(name, "") != value]
 
 
 def hash_of(tree: Any) -> str:

@@ -146,7 +146,7 @@ class Installed:
         self._undo.close()
 
     def _prepare(self, original: Any, accelerator: Accelerator, *args: Any, **named: Any) -> Any:
-        models = [each for each in args if isinstance(each, nn.Module)]
+        models = [arg for arg in args if isinstance(arg, nn.Module)]
         if models and not accelerator.is_fsdp2:
             warnings.warn(
                 f"accelerate trains a {type(models[0]).__name__} by {accelerator.distributed_type}"
@@ -167,18 +167,18 @@ class Installed:
             )
         chosen = self.compiler or _COMPILERS[dynamo.backend]
         # accelerate compiles before it shards, and a recipe needs the shards.
-        ours = {"fully_shard": fsdp.fully_shard, "FSDPModule": fsdp.FSDPModule}
+        replacements = {"fully_shard": fsdp.fully_shard, "FSDPModule": fsdp.FSDPModule}
         with (
-            _replaced(torch.distributed.fsdp, ours),
+            _replaced(torch.distributed.fsdp, replacements),
             _replaced(dynamo, {"backend": DynamoBackend.NO}),
         ):
             prepared = original(accelerator, *args)
         for model in prepared:
             if isinstance(model, nn.Module) and model not in self._sums:
-                made = backend(chosen, self.passes(model), model, **self.options)
-                self._sums[model] = _Sums(model, made)
-                self.backends.append(made)
-                settings = {**dynamo.to_kwargs(), "backend": made}
+                compiler = backend(chosen, self.passes(model), model, **self.options)
+                self._sums[model] = _Sums(model, compiler)
+                self.backends.append(compiler)
+                settings = {**dynamo.to_kwargs(), "backend": compiler}
                 if dynamo.use_regional_compilation:
                     compile_regions_fsdp2(model, **settings)
                 else:
@@ -246,9 +246,9 @@ def fsdp2_on_cpu() -> None:
     Raises:
         RuntimeError: this process is not one of several CPU ranks.
     """
-    found = PartialState(cpu=True).distributed_type
-    if found not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+    kind = PartialState(cpu=True).distributed_type
+    if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise RuntimeError(
-            f"accelerate found no process group of CPU ranks but {found}: start this with torchrun"
+            f"accelerate found no process group of CPU ranks but {kind}: start this with torchrun"
         )
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

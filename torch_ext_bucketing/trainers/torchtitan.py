@@ -82,11 +82,11 @@ class StepInGraph:
         trained = [p for _, p in self.model.named_parameters(remove_duplicate=False)]
         gradients = sum(p.requires_grad for p in trained)
         self.layouts = traced.output_subclass_layouts
-        others = traced.num_flat_outputs - gradients
-        self.other_layouts = {i: of for i, of in self.layouts.items() if i < others}
+        other_outputs = traced.num_flat_outputs - gradients
+        self.other_layouts = {i: layout for i, layout in self.layouts.items() if i < other_outputs}
         # A tensor subclass among the other outputs is several plain tensors in the graph.
-        tensors = sum(of.num_tensors - 1 for of in self.other_layouts.values())
-        self.others, self.gradients = others + tensors, gradients
+        tensors = sum(layout.num_tensors - 1 for layout in self.other_layouts.values())
+        self.others, self.gradients = other_outputs + tensors, gradients
         norm = Norm(float(trainer.config.training.max_norm))
         self.epilogue = Epilogue(self.model, list(trainer.optimizers), norm)
         if self.microbatches > 1:
@@ -97,7 +97,7 @@ class StepInGraph:
         self._log_norm()
 
     def passes(
-        self, ours: Sequence[GraphPass], after: Sequence[GraphFunction], fuses: bool
+        self, passes: Sequence[GraphPass], after: Sequence[GraphFunction], fuses: bool
     ) -> list[Any]:
         """Return graph passes in the place of ours and of the passes ``after`` it."""
 
@@ -109,14 +109,14 @@ class StepInGraph:
         def step_pass(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
             if self._copy is not None:
                 config = self.trainer.config.compile
-                listed = [whole_step_pass(self.model, ours, fuses=fuses), *after]
+                listed = [whole_step_pass(self.model, passes, fuses=fuses), *after]
                 self._accumulate = apply_graph_passes(*self._copy, listed, compile_config=config)
                 self._copy = None
             self._update = gm.forward
             gm.forward = self._run
             return gm
 
-        with_updates = whole_step_pass(self.model, ours, extension=self.epilogue, fuses=fuses)
+        with_updates = whole_step_pass(self.model, passes, extension=self.epilogue, fuses=fuses)
         return [copy_for_microbatches_pass, with_updates, *after, step_pass]
 
     def _run(self, *inputs: Any) -> Any:
@@ -135,11 +135,11 @@ class StepInGraph:
     def _log_norm(self) -> None:
         """Log the graph's norm: the trainer finds no gradients, and logs 0."""
         metrics = self.trainer.metrics_processor
-        theirs = metrics.log
+        log = metrics.log
 
-        def log_metrics(step: int, mean: float, most: float, norm: float, **rest: Any) -> None:
+        def log_metrics(step: int, mean: float, most: float, norm: float, **extra: Any) -> None:
             total = self.epilogue.total_norm
-            theirs(step, mean, most, norm if total is None else total.item(), **rest)
+            log(step, mean, most, norm if total is None else total.item(), **extra)
 
         metrics.log = log_metrics
 
@@ -208,12 +208,12 @@ def graph_passes(
             f"torchtitan's passes have no {REPLACED} to replace, because precompile_artifact_dir "
             f"names an artifact or for another reason: {', '.join(names)}"
         )
-    at = names.index(REPLACED)
-    after = [p for p in listed[at + 1 :] if getattr(p, "func", p).__name__ != _ORDERED_ALREADY]
+    place = names.index(REPLACED)
+    after = [p for p in listed[place + 1 :] if getattr(p, "func", p).__name__ != _ORDERED_ALREADY]
     passes, fuses = recipe(parts[0]), config.compile.inductor_compilation == "full"
     if trainer in _with_step:
-        return [*listed[:at], *StepInGraph(trainer, traced).passes(passes, after, fuses)]
-    return [*listed[:at], whole_step_pass(parts[0], passes, fuses=fuses), *after]
+        return [*listed[:place], *StepInGraph(trainer, traced).passes(passes, after, fuses)]
+    return [*listed[:place], whole_step_pass(parts[0], passes, fuses=fuses), *after]
 
 
 pass_pipeline()

@@ -53,27 +53,27 @@ class BucketedStages:
 
     def __init__(self, runtime: Any, room: int | None) -> None:
         self.room = room
-        self.theirs = runtime.graph_provider
-        config = self.theirs.compile_config
+        self.inner = runtime.graph_provider
+        config = self.inner.compile_config
         if config.inductor_compilation != "regional":
             raise ValueError(
                 f"{PIPELINE!r} with pipeline parallelism needs config.compile."
                 f"inductor_compilation = 'regional', got {config.inductor_compilation!r}"
             )
         off = [*config.disable_passes, REPLACED]
-        self.theirs.compile_config = dataclasses.replace(config, disable_passes=off)
+        self.inner.compile_config = dataclasses.replace(config, disable_passes=off)
         self.reports: list[StageReport] = []
 
     def prepare_graphs(self, schedule: Any, ctx: Any, *, loss_kwargs: dict[str, Any]) -> Any:
         """Make the stages' graphs, as torchtitan's method does."""
         new = {s.stage_index: s for s in schedule._stages if s.graphs is None}
-        overlapped = self.theirs.prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
+        overlapped = self.inner.prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
         if new:
             self._bucket(schedule, new)
         stages = {stage.stage_index: stage for stage in schedule._stages}
         return {
-            (f, b): _ReleasedPair(theirs, stages[f].graphs, stages[b].graphs)
-            for (f, b), theirs in overlapped.items()
+            (f, b): _ReleasedPair(pair, stages[f].graphs, stages[b].graphs)
+            for (f, b), pair in overlapped.items()
         }
 
     def _bucket(self, schedule: Any, stages: dict[int, Any]) -> None:
@@ -132,15 +132,15 @@ class _Released:
                                                              the parameters gathered then
     """
 
-    def __init__(self, theirs: Any, state: Any) -> None:
-        self.theirs, self.state = theirs, state
+    def __init__(self, inner: Any, state: Any) -> None:
+        self.inner, self.state = inner, state
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.theirs, name)
+        return getattr(self.inner, name)
 
     def _gathered(self) -> list[Any]:
         if not self.state.unsharded_param_values:
-            values = self.theirs.unshard_params(self.state.flat_param_values)
+            values = self.inner.unshard_params(self.state.flat_param_values)
             self.state.unsharded_param_values = values
         gathered: list[Any] = self.state.unsharded_param_values
         return gathered
@@ -156,8 +156,8 @@ class _Released:
             i = by_storage.get(value.untyped_storage().data_ptr())
             if i is None:
                 return value
-            of = tensors[i]
-            offset = value.storage_offset() * value.itemsize - of.storage_offset() * of.itemsize
+            base = tensors[i]
+            offset = value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize
             return _View(i, offset, value.dtype, tuple(value.shape), value.stride())
 
         return tuple(map(place, saved))
@@ -167,25 +167,25 @@ class _Released:
         return tuple(v.of(self._gathered()) if isinstance(v, _View) else v for v in saved)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output, saved = self.theirs.forward(*args, **kwargs)
+        output, saved = self.inner.forward(*args, **kwargs)
         return output, self.let_go(saved)
 
     def full_backward(self, output: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.theirs.full_backward(output, self.again(saved), *args, **kwargs)
+        return self.inner.full_backward(output, self.again(saved), *args, **kwargs)
 
     def backward_input(self, output: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
-        grads, more = self.theirs.backward_input(output, self.again(saved), *args, **kwargs)
-        return grads, self.let_go(more)
+        grads, released = self.inner.backward_input(output, self.again(saved), *args, **kwargs)
+        return grads, self.let_go(released)
 
     def backward_weight(self, saved: Any) -> Any:
-        return self.theirs.backward_weight(self.again(saved))
+        return self.inner.backward_weight(self.again(saved))
 
 
 @dataclass(frozen=True)
 class _ReleasedPair:
     """The graph of a forward and a backward that overlap (``GraphPPOverlapGraphs``)."""
 
-    theirs: Any
+    inner: Any
     forward: Any
     backward: Any
 
@@ -193,7 +193,7 @@ class _ReleasedPair:
         if isinstance(self.backward, _Released):
             name = "backward_saved_values_for_backward"
             kwargs[name] = self.backward.again(kwargs[name])
-        *gradients, output, saved = self.theirs.forward_backward(**kwargs)
+        *gradients, output, saved = self.inner.forward_backward(**kwargs)
         if isinstance(self.forward, _Released):
             saved = self.forward.let_go(saved)
         return *gradients, output, saved

@@ -60,15 +60,15 @@ def candidates(
     """
     options: dict[str, Any] = {"machine": machine, "reduce": reduce, "memory": memory}
     options |= {"optimizer": optimizer}
-    *first, both = recipe(model, "speed", **options)
-    assert isinstance(both, BucketAndSchedule)
+    *first, bucketing = recipe(model, "speed", **options)
+    assert isinstance(bucketing, BucketAndSchedule)
     sums = [FixedOrderReduce()] if reduce else []
     order = Schedule([Overlap()], machine)
-    lists: dict[str, list[GraphPass]] = {"estimate": [*first, both]}
+    lists: dict[str, list[GraphPass]] = {"estimate": [*first, bucketing]}
     if units is not None or _has_blocks(model):
         *by_unit, _ = recipe(model, units=units, **options)
         lists |= {"units": [*by_unit, order], "units, graph's order": by_unit}
-    by_cap = [*first, BucketByCap(_CAP_MB, kinds=both.kinds), *sums]
+    by_cap = [*first, BucketByCap(_CAP_MB, kinds=bucketing.kinds), *sums]
     lists |= {
         "cap": [*by_cap, order],
         "cap, graph's order": by_cap,

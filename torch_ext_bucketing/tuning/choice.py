@@ -23,7 +23,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,7 +180,6 @@ class CandidateReport(Record):
     fits: bool = True  # whether that is within the bound
     estimated_ms: float | None = None  # the cost model's time of the graphs; None: not estimated
     estimated_bytes: int | None = None  # its peak of live bytes of the larger graph
-    corrected_ms: float | None = None  # the estimate with the report's factors
     # Median of its steps, each over the median of all candidates in the same round; the choice is
     # made by it.
     relative: float = 1.0
@@ -196,15 +195,12 @@ class TuneReport(Report):
     ranks: int
     bound_bytes: int | None = None  # the bound on a rank's memory; None: none
     bits_depend: bool = True  # whether another choice gives other bits
-    # Corrections of the cost model's times by the measured steps, by kind of collective and for
-    # ``"kernel"``; empty without estimates.
-    factors: Mapping[str, float] = field(default_factory=dict)
     from_cache: bool = False  # whether an earlier run's choice was taken without measuring
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TuneReport:
         """Read the result of :meth:`as_dict`."""
-        candidates = tuple(CandidateReport(**each) for each in fields["candidates"])
+        candidates = tuple(CandidateReport(**candidate) for candidate in fields["candidates"])
         return cls(**{**fields, "candidates": candidates})
 
     def lines(self, members: bool = True) -> Iterator[str]:
@@ -218,15 +214,14 @@ class TuneReport(Report):
 
         columns: dict[str, Callable[[CandidateReport], str]] = {
             "candidate": lambda c: f"{c.name} (chosen)" if c.name == self.chosen else c.name,
-            "relative": lambda c: ms(c.relative),
-            "step, ms": lambda c: ms(c.step_ms),
-            "graphs, ms": lambda c: ms(c.graphs_ms),
-            "estimate": lambda c: ms(c.estimated_ms),
-            "corrected": lambda c: ms(c.corrected_ms),
+            "relative:n": lambda c: ms(c.relative),
+            "step, ms:n": lambda c: ms(c.step_ms),
+            "graphs, ms:n": lambda c: ms(c.graphs_ms),
+            "estimate:n": lambda c: ms(c.estimated_ms),
             "peak": lambda c: size(c.peak_bytes) + ("" if c.fits else ", above the bound"),
             "graph's": lambda c: size(c.estimated_bytes),
         }
-        yield from table(columns, self.candidates, right=(1, 2, 3, 4, 5))
+        yield from table(columns, self.candidates)
         earlier = "taken from an earlier run without measuring: " if self.from_cache else ""
         bound = "" if self.bound_bytes is None else f", bound {size(self.bound_bytes)}"
         yield (
@@ -238,9 +233,6 @@ class TuneReport(Report):
             if self.bits_depend
             else "bits do not depend on the choice: gradients are added in rank order"
         )
-        if self.factors:
-            of = ", ".join(f"{kind} {factor:.2f}" for kind, factor in self.factors.items())
-            yield f"measured over estimated times: {of}"
 
 
 class Figures(NamedTuple):
@@ -269,26 +261,26 @@ def combine(
     """
     steps = {
         name: [
-            Figures(*map(max, zip(*each, strict=True)))
-            for each in zip(*(rank[name] for rank in ranks), strict=True)
+            Figures(*map(max, zip(*per_rank, strict=True)))
+            for per_rank in zip(*(rank[name] for rank in ranks), strict=True)
         ]
         for name in ranks[0]
     }
     rounds = zip(*(steps[name] for name in compared or steps), strict=True)
     usual = [
-        statistics.median([s.step_ms for s in each if s.step_ms < math.inf] or [1])
-        for each in rounds
+        statistics.median([s.step_ms for s in per_candidate if s.step_ms < math.inf] or [1])
+        for per_candidate in rounds
     ]
 
-    def report(name: str, mine: Sequence[Figures]) -> CandidateReport:
-        timed = [(s, of) for s, of in zip(mine, usual, strict=False) if s.step_ms < math.inf]
-        values = zip(*((s.step_ms, s.graphs_ms, s.step_ms / of) for s, of in timed), strict=True)
+    def report(name: str, figures: Sequence[Figures]) -> CandidateReport:
+        timed = [(s, ms) for s, ms in zip(figures, usual, strict=False) if s.step_ms < math.inf]
+        values = zip(*((s.step_ms, s.graphs_ms, s.step_ms / ms) for s, ms in timed), strict=True)
         step, graphs, relative = map(statistics.median, values) if timed else (math.inf,) * 3
-        peak = max(s.peak_bytes for s, _ in timed or [(s, 0) for s in mine])
+        peak = max(s.peak_bytes for s, _ in timed or [(s, 0) for s in figures])
         fits = bound_bytes is None or peak <= bound_bytes
         return CandidateReport(name, step, graphs, peak, fits, relative=relative)
 
-    return [report(name, mine) for name, mine in steps.items()]
+    return [report(name, figures) for name, figures in steps.items()]
 
 
 def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
@@ -299,81 +291,20 @@ def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
     return min(candidates, key=lambda c: c.peak_bytes)
 
 
-def correct(
+def with_estimates(
     reports: Sequence[CandidateReport], estimates: Estimates
-) -> tuple[list[CandidateReport], dict[str, float]]:
-    """Add the candidates' estimates, as they are and with factors that fit the measured times."""
-    known = [(estimates[c.name], c.graphs_ms) for c in reports if estimates[c.name]]
-    factors = fit_factors(known)
-
-    def corrected(c: CandidateReport) -> CandidateReport:
-        graphs = estimates[c.name]
-        if not graphs or not factors:
-            return c
-        return replace(
+) -> list[CandidateReport]:
+    """Add the cost model's estimates of the candidates' graphs."""
+    return [
+        replace(
             c,
             estimated_ms=sum(e.step_ms for e in graphs),
             estimated_bytes=max(e.peak_bytes for e in graphs),
-            corrected_ms=corrected_ms(graphs, factors),
         )
-
-    return list(map(corrected, reports)), factors
-
-
-Measured = tuple[Sequence[EstimateReport], float]
-"""The estimates of a candidate's graphs, and their measured milliseconds."""
-
-KERNEL = "kernel"
-# The weight of a factor's distance from the common one, against a candidate's error: kinds that the
-# measurements do not tell apart get the same factor.
-_PULL = 1e-4
-
-
-def fit_factors(measured: Sequence[Measured]) -> dict[str, float]:
-    """Find one factor per kind, kernels included, that brings estimates near measured times.
-
-    Kinds that no graph has are left out, so a machine keeps their times.
-    """
-    busy = sorted({kind for es, _ in measured for e in es for kind in e.busy_ms})
-    if not measured or any(sum(e.step_ms for e in es) <= 0 for es, _ in measured):
-        return {}
-    ratios = [math.log(ms / sum(e.step_ms for e in es)) for es, ms in measured]
-    common = math.exp(statistics.fmean(ratios))
-    factors = dict.fromkeys([KERNEL, *busy], common)
-
-    def error(factors: Mapping[str, float]) -> float:
-        errors = sum(math.log(corrected_ms(es, factors) / ms) ** 2 for es, ms in measured)
-        return errors + _PULL * sum(math.log(f / common) ** 2 for f in factors.values())
-
-    def moved(sizes: Sequence[float]) -> dict[str, float]:
-        """Return the best of ``factors`` times each combination of ``sizes``."""
-        moves = itertools.product(sizes, repeat=len(factors))
-        tried = ({k: factors[k] * by for k, by in zip(factors, m, strict=True)} for m in moves)
-        return min(tried, key=error)
-
-    # Squared errors of logarithms: a grid around the common factor first, since the error has
-    # several minima, then ever smaller steps.
-    factors = moved([2.0 ** (i / 2) for i in (0, -1, 1, -2, 2, -3, 3)])
-    for by in (1.2, 1.05, 1.01):
-        while (better := moved((1.0, by, 1 / by))) != factors:
-            factors = better
-    return factors
-
-
-def corrected_ms(estimates: Sequence[EstimateReport], factors: Mapping[str, float]) -> float:
-    """Time graphs with corrected kernels and collectives, in milliseconds.
-
-    The kernels that hid a collective hide as much of it as they take longer::
-
-        exposed = max(0, factor * busy - kernel factor * (busy - exposed before))
-    """
-    total = 0.0
-    for e in estimates:
-        total += factors[KERNEL] * e.kernels_ms
-        for kind, busy in e.busy_ms.items():
-            hidden = busy - e.exposed_ms.get(kind, 0.0)
-            total += max(0.0, factors[kind] * busy - factors[KERNEL] * hidden)
-    return total
+        if (graphs := estimates[c.name])
+        else c
+        for c in reports
+    ]
 
 
 def choice_key(
@@ -386,7 +317,7 @@ def choice_key(
     """Make the record's key; "" if a candidate can't be identified, and log why."""
     shapes = [(tuple(x.shape), x.dtype) for x in inputs if isinstance(x, torch.Tensor)]
     try:
-        names = [(name, _identity(each)) for name, each in candidates.items()]
+        names = [(name, _identity(candidate)) for name, candidate in candidates.items()]
     except NoUuidError as error:
         log_no_uuid("the choice of a candidate", error)
         return ""
@@ -394,8 +325,8 @@ def choice_key(
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     # How many ranks share a node counts, too.
     node = (platform.machine(), os.cpu_count(), os.environ.get("LOCAL_WORLD_SIZE", ""))
-    known = (torch.__version__, package_digest(), device_name, node, backend, group_places())
-    return digest(gm.code, *map(repr, (shapes, names, bound_bytes, known)))
+    environment = (torch.__version__, package_digest(), device_name, node, backend, group_places())
+    return digest(gm.code, *map(repr, (shapes, names, bound_bytes, environment)))
 
 
 def load(key: str) -> TuneReport | None:

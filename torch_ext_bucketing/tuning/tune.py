@@ -43,7 +43,7 @@ from ..reports.compile import CompileReport
 from ..reports.planner import EstimateReport
 from . import choice
 from .candidates import candidates as default_candidates
-from .choice import Figures, Meeting, TuneReport, best_of, combine, correct
+from .choice import Figures, Meeting, TuneReport, best_of, combine, with_estimates
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -215,16 +215,14 @@ class Tuner:
         self._round += 1
         if self._round >= self._rounds:
             self._choose()
-        at = self._round % len(self._running)
-        self._left = self._running[at:] + self._running[:at]
+        turn = self._round % len(self._running)
+        self._left = self._running[turn:] + self._running[:turn]
 
     def _choose(self) -> None:
         """Compare figures with all ranks; choose, unless candidates need more steps."""
-        figures = {name: mine[1:] for name, mine in self._figures.items()}
-        estimates = {name: self._estimates(name) for name in self.candidates}
-        mine = json.dumps([figures, {n: [e.as_dict() for e in es] for n, es in estimates.items()}])
-        ranks = [json.loads(text) for text in self._meeting.meet("the choice", mine)]
-        reports = combine([theirs for theirs, _ in ranks], self._bound, self._running)
+        figures = {name: timed[1:] for name, timed in self._figures.items()}
+        ranks = map(json.loads, self._meeting.meet("the choice", json.dumps(figures)))
+        reports = combine(list(ranks), self._bound, self._running)
         if any(c.step_ms == math.inf for c in reports):
             return  # ranks still compile: another round
         best = best_of(reports)
@@ -232,11 +230,9 @@ class Tuner:
         if best.fits and len(close) > 1 and self._rounds == 1 + self._steps:
             self._running, self._rounds = close, self._round + self._steps
             return
-        # Rank 0's estimates on all ranks: they plan with the factors, and have to plan alike.
-        first = {n: [EstimateReport(**e) for e in es] for n, es in ranks[0][1].items()}
-        reports, factors = correct(reports, first)
+        reports = with_estimates(reports, {name: self._estimates(name) for name in self.candidates})
         steps, size, bits = len(figures[best.name]), self._meeting.size, self._bits_depend()
-        report = TuneReport(best.name, tuple(reports), steps, size, self._bound, bits, factors)
+        report = TuneReport(best.name, tuple(reports), steps, size, self._bound, bits)
         self._keep(report)
         if self._key:
             keep_json(choice.file_of(self._key), report.as_dict())
@@ -252,9 +248,9 @@ class Tuner:
         """Take the choice of an earlier run, if all ranks have the same."""
         self._key = choice.choice_key(gm, inputs, self.candidates, self._bound, self._meter.device)
         earlier = choice.load(self._key) if self._key else None
-        mine = "" if earlier is None or earlier.chosen not in self.candidates else earlier.chosen
-        names = set(self._meeting.meet("the look-up of an earlier choice", mine))
-        if earlier is not None and names == {mine} and mine:
+        chosen = "" if earlier is None or earlier.chosen not in self.candidates else earlier.chosen
+        names = set(self._meeting.meet("the look-up of an earlier choice", chosen))
+        if earlier is not None and names == {chosen} and chosen:
             self._keep(replace(earlier, from_cache=True))
 
     def _keep(self, report: TuneReport) -> None:
@@ -273,11 +269,11 @@ class Tuner:
 
     def _bits_depend(self) -> bool:
         """Return whether candidates may give different bits."""
-        ours = [c for c in self.candidates.values() if isinstance(c, BucketingBackend)]
-        added = (last_of(c.pipeline.ahead, FixedOrderReduce) for c in ours)
+        backends = [c for c in self.candidates.values() if isinstance(c, BucketingBackend)]
+        added = (last_of(c.pipeline.ahead, FixedOrderReduce) for c in backends)
         sums = {None if p is None else p.accumulate for p in added}
-        alike = len(sums) == 1 and None not in sums and len({c.compiler for c in ours}) == 1
-        return len(self.candidates) > 1 and not (alike and len(ours) == len(self.candidates))
+        alike = len(sums) == 1 and None not in sums and len({c.compiler for c in backends}) == 1
+        return len(self.candidates) > 1 and not (alike and len(backends) == len(self.candidates))
 
 
 @dataclass

@@ -23,7 +23,8 @@ from ..._torch.inductor import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.rank_order import SUM, steps_of
 from ...graph.dependencies import written_values
-from ...graph.fusion import Fused, Operators, fused, read_once
+from ...graph.fusion import Fused, Operators, fused
+from ...graph.layout import Layout, Packing
 from ...graph.nodes import (
     COLLECTIVES,
     FROM_HOST,
@@ -64,9 +65,9 @@ class Costs:
         if is_collective(node):
             return self.collective(node)
         machine = self.machine
-        given = self._estimated(node, None)
-        if given is not None:
-            return given
+        estimated_ms = self._estimated(node, None)
+        if estimated_ms is not None:
+            return estimated_ms
         if host_stream(node):
             return self.host_copy(self.result_bytes(node))
         work = work_of(node)
@@ -121,20 +122,20 @@ class Costs:
             elif node in shares:
                 parts = shares[node]
             else:
-                own = self(node)
-                parts = [(own, self.launch(node) if own else 0.0)]
+                alone_ms = self(node)
+                parts = [(alone_ms, self.launch(node) if alone_ms else 0.0)]
             ms.append(math.fsum(part for part, _ in parts))
             host.append(math.fsum(part for _, part in parts))
         return ms, host
 
     def launch(self, start: fx.Node | None = None) -> float:
         """Time the host's launch of a collective with its wait, or of a kernel, in ms."""
-        given = self.machine.host_ms
+        host_ms = self.machine.host_ms
         kind = None if start is None else collective_kind(start)
         if kind is not None:
-            return given.get(kind, 0.0)
-        kernel_ms = given.get("kernel", 0.0)
-        return given.get("generated", kernel_ms) if self.machine.fuses else kernel_ms
+            return host_ms.get(kind, 0.0)
+        kernel_ms = host_ms.get("kernel", 0.0)
+        return host_ms.get("generated", kernel_ms) if self.machine.fuses else kernel_ms
 
     def kernel(self, nbytes: int) -> float:
         """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""
@@ -149,35 +150,20 @@ class Costs:
         """Time a copy of ``nbytes`` to or from host memory, in milliseconds."""
         return self.machine.kernel_ms + nbytes / self.machine.host_bandwidth * 1e3
 
-    def pack(self, given: int, packed: int) -> float:
-        """Time the packing of an all-gather bucket, in milliseconds."""
-        # torch concatenates the members, then casts them into this rank's part of the buffer.
-        return self.copy(given) + self.kernel(given + 2 * packed)
+    def packing(self, kernels: Packing) -> tuple[float, float]:
+        """Time the packing of a bucket, and its launches by the host, in milliseconds."""
+        return sum(map(self.kernel, kernels.moved)), kernels.launches * self.launch()
 
-    def pack_reductions(self, members: Sequence[fx.Node]) -> tuple[float, float]:
-        """Time the packing of a bucket of reductions, and its launches, in milliseconds.
-
-        A fused kernel writes its result into the buffer, if nothing else reads it::
-
-            mm -> cast -> rs(a)        mm -> cast, into the buffer -> RS
-        """
-        values = (value for member in members for value in member.all_input_nodes)
-        fuses = self.machine.fuses
-        copied = [self.result_bytes(v) for v in values if not (fuses and read_once(v))]
-        ms = self.copy(sum(copied)) if sum(copied) else 0.0
-        return ms, (len(copied) if fuses else min(1, len(copied))) * self.launch()
-
-    def bucket(self, members: Sequence[fx.Node]) -> float:
-        """Time the collective that merges ``members``, in milliseconds."""
-        if len(members) == 1:
-            return self.collective(members[0])
-        return self.collective(members[0], sum(map(self.collective_bytes, members)))
+    def bucket(self, layout: Layout) -> float:
+        """Time the collective of a bucket, in milliseconds."""
+        nbytes = layout.sent(self.result_bytes) + layout.received(self.result_bytes)
+        return self.collective(layout.pieces[0].start, nbytes if len(layout.pieces) > 1 else None)
 
     def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
         """Time a collective in milliseconds; ``nbytes``: input and output, if not the node's."""
-        given = self._estimated(node, nbytes)
-        if given is not None:
-            return given
+        estimated_ms = self._estimated(node, nbytes)
+        if estimated_ms is not None:
+            return estimated_ms
         if nbytes is None:
             nbytes = self.collective_bytes(node)
         group = group_name(node)
@@ -208,17 +194,15 @@ class Costs:
         value.meta["val"] = node.meta["val"] = like.meta["val"]
         return self.collective(node, nbytes)
 
-    def in_rank_order(self, members: Sequence[fx.Node]) -> list[tuple[int, float]]:
+    def in_rank_order(self, layout: Layout) -> list[tuple[int, float]]:
         """Time the collectives of :func:`.steps_of` that replace the reductions of a bucket.
 
         Each has the bytes that a rank receives, and milliseconds. The sum comes after the first
         one.
         """
-        first, timed = members[0], list[tuple[int, float]]()
-        kind, ranks = kind_of(first), group_size(first)
-        assert kind is not None
-        whole = sum(self.collective_bytes(m) - self.result_bytes(m) for m in members)
-        for step in steps_of(kind, ranks):
+        first, ranks, timed = layout.pieces[0].start, layout.ranks, list[tuple[int, float]]()
+        whole = layout.sent(self.result_bytes)
+        for step in steps_of(layout.kind, ranks):
             # After the first step a rank sends its own part of the sum alone.
             sent = -(-whole // ranks) if timed else whole
             received = whole * ranks if step == "all_gather" and not timed else whole
@@ -260,7 +244,9 @@ class Costs:
                 _, nodes = self.machine.layout_of(ranks)
                 level = "inside nodes" if nodes == 1 else "between nodes"
                 by_level.setdefault(level, []).append(group)
-        return {g: level for level, mine in by_level.items() if len(mine) > 1 for g in mine}
+        return {
+            g: level for level, sharing in by_level.items() if len(sharing) > 1 for g in sharing
+        }
 
     def _estimated(self, node: fx.Node, nbytes: int | None) -> float | None:
         estimate = self.machine.estimate
@@ -292,10 +278,10 @@ class Costs:
         target: Any = node.target
         count = flop_registry.get(getattr(target, "overloadpacket", None)) or flop_registry[target]
         # torch's formulas compare sizes, so sizes that depend on data need numbers.
-        known = self.hints.concrete
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known(n.meta.get("val")))
+        concrete = self.hints.concrete
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: concrete(n.meta.get("val")))
         try:
-            return float(count(*args, **kwargs, out_val=known(node.meta.get("val"))))
+            return float(count(*args, **kwargs, out_val=concrete(node.meta.get("val"))))
         except (TypeError, AssertionError, ValueError, AttributeError):
             return 0.0  # the formula does not take this overload: its bytes count alone
 

@@ -196,7 +196,7 @@ class Machine:
         inter: the network between nodes, with ``intra`` and ``ranks_per_node``. Every rank of a
             node has its ``bandwidth``. Both levels have the same protocols.
         factors: what times are multiplied by, by kind of collective and ``"kernel"``; others by 1.
-            ``tune`` finds them by measuring (:meth:`corrected`).
+            See :meth:`corrected`.
         fuses: whether elementwise operators and reductions run as the kernels that Inductor would
             fuse them to, instead of each alone. None: as the backend does that compiles the graph.
         estimate: ``(node, nbytes | None) -> ms | None``, called first, for kernels and collectives.
@@ -349,8 +349,8 @@ class Machine:
                 if fields[name] is not None:
                     # Files from before protocols have no third entry: they keep their latency.
                     bandwidth, latency_ms, *more = fields[name]
-                    given = tuple(Protocol(*p) for protocols in more for p in protocols)
-                    fields[name] = Level(bandwidth, latency_ms, given)
+                    protocols_of = tuple(Protocol(*p) for protocols in more for p in protocols)
+                    fields[name] = Level(bandwidth, latency_ms, protocols_of)
             fields["collectives"] = {
                 (kind, group if isinstance(group, int) else tuple(group)): tuple(map(tuple, series))
                 for kind, group, series in fields["collectives"]
@@ -373,8 +373,8 @@ def _is_key(key: object) -> bool:
 
 def tensor_core_rates(half: float, eight: float | None = None) -> dict[str, float]:
     """Map dtypes to rates: ``half`` in 16 bit, half of that in TF32, and ``eight`` in 8 bit."""
-    found = {"bfloat16": half, "float16": half, "float32": half / 2}
-    return found if eight is None else {**found, "float8_e4m3fn": eight, "float8_e5m2": eight}
+    rates = {"bfloat16": half, "float16": half, "float32": half / 2}
+    return rates if eight is None else {**rates, "float8_e4m3fn": eight, "float8_e5m2": eight}
 
 
 H100 = Machine(
@@ -413,13 +413,13 @@ def check_machine(machine: object) -> None:
 
 def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:
     points = sorted(series)
-    at = bisect.bisect_left(points, (nbytes, -math.inf))
-    if at == 0:
+    above = bisect.bisect_left(points, (nbytes, -math.inf))
+    if above == 0:
         return points[0][1]
-    if at == len(points):
+    if above == len(points):
         size, ms = points[-1]
         return ms * nbytes / size
-    (low, low_ms), (high, high_ms) = points[at - 1], points[at]
+    (low, low_ms), (high, high_ms) = points[above - 1], points[above]
     return low_ms + (high_ms - low_ms) * (nbytes - low) / (high - low)
 
 

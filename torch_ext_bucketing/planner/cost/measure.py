@@ -113,10 +113,14 @@ def _launcher(
     """Return the bytes of input and output together, and a function that runs the collective."""
     n, row = group.size(), COLLECTIVES[kind]
     part = -(-nbytes // (4 * n))
-    given, made = (part * n if whole else part for whole in (row.whole_input, row.whole_output))
-    sent = torch.ones(given, device=device)
+    input_rows, output_rows = (
+        part * n if whole else part for whole in (row.whole_input, row.whole_output)
+    )
+    sent = torch.ones(input_rows, device=device)
     wait, arguments = torch.ops._c10d_functional.wait_tensor.default, row.arguments(n, part)
-    return 4 * (given + made), lambda: wait(row.targets[0](sent, *arguments, group.group_name))
+    return 4 * (input_rows + output_rows), lambda: wait(
+        row.targets[0](sent, *arguments, group.group_name)
+    )
 
 
 def _collective_ms(

@@ -53,9 +53,9 @@ class HeldUnits:
         first_ms, then_ms = _kernels_before(self._forward), _kernels_before(backward)
         self.held_ms = []
         for unit in partitioned.keepables:
-            made = [self._made[s] for s in unit.held if s in self._made]
+            places = [self._made[s] for s in unit.held if s in self._made]
             # Forward's kernels after the values are made, and backward's before they are read.
-            last = max(made, default=len(self._forward)) + bool(made)
+            last = max(places, default=len(self._forward)) + bool(places)
             first = max((read[s] for s in unit.held), default=0)
             self.held_ms.append(first_ms[-1] - first_ms[last] + then_ms[first])
 
@@ -67,20 +67,20 @@ class HeldUnits:
 
     def _moved_in_forward(self, stay: Stay) -> Iterator[Range]:
         """Yield the live ranges that are longer or shorter than with nothing kept."""
-        live, made, end = self._forward.liveness, self._made, len(self._forward)
+        live, made_at, end = self._forward.liveness, self._made, len(self._forward)
         for s in stay.held:
-            if s in made and s not in live.kept:
-                yield self._partitioned.sizes[s], made[s] + 1, end
+            if s in made_at and s not in live.kept:
+                yield self._partitioned.sizes[s], made_at[s] + 1, end
         for s in stay.dropped:
-            if s in made:
-                yield -live.size[s], made[s] + 1, end
+            if s in made_at:
+                yield -live.size[s], made_at[s] + 1, end
 
     def _moved_in_backward(self, stay: Stay) -> Iterator[Range]:
         live, touched_by = self._backward.liveness, self._touched_by
         whole = self._partitioned.sizes
         held, touched = set(stay.held), dict[int, None]()
-        for i, there in enumerate(stay.places):
-            if not there:
+        for i, runs in enumerate(stay.places):
+            if not runs:
                 touched.update(dict.fromkeys(live.touches[i]))
         for s in touched:
             nbytes, first = live.size[s], self._first.get(s, 0)

@@ -145,8 +145,8 @@ class KeepPlanner:
     def scheduled(self, kept: Collection[int], limit: int, parked: Collection[int] = ()) -> Outcome:
         """Schedule both halves with a choice under a bound in bytes, once; park saved storages."""
         kept = self._distinct(kept)
-        there = self.partitioned.could_park(kept) if parked else ()
-        key = kept, limit, frozenset(s for s in parked if s in there)
+        parkable = self.partitioned.could_park(kept) if parked else ()
+        key = kept, limit, frozenset(s for s in parked if s in parkable)
         if key not in self._outcomes:
             self._outcomes[key] = self._scheduled(*key)
         return self._outcomes[key]
@@ -155,8 +155,8 @@ class KeepPlanner:
         # A choice mostly changes backward: forward's order stays while its peak is under the bound.
         self.tried += 1
         forward, backward = self.partitioned.with_parked(kept, parked)
-        known = None if parked else self._known_forward(forward, limit)
-        first = known or self._schedule(0, forward, limit, not parked)
+        known_forward = None if parked else self._known_forward(forward, limit)
+        first = known_forward or self._schedule(0, forward, limit, not parked)
         second = self._schedule(1, backward, limit)
         peak = max(first[1], second[1])
         misses = first[2] + second[2]
@@ -217,10 +217,10 @@ class KeepPlanner:
                 nodes,
             )
 
-        found: dict[tuple[Any, ...], list[int]] = {}
+        kinds: dict[tuple[Any, ...], list[int]] = {}
         for k in self.candidates:
-            found.setdefault(kind_of(k), []).append(k)
-        return list(found.values())
+            kinds.setdefault(kind_of(k), []).append(k)
+        return list(kinds.values())
 
     def _choose(self, limit: int, most: int) -> Outcome:
         least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
@@ -261,8 +261,8 @@ class KeepPlanner:
         everything = dict.fromkeys((*ranked, *self._ranked))
 
         def near(here: Outcome) -> Iterator[tuple[_Set, _Set]]:
-            found = self._near(here.kept, most_bytes, [*everything])
-            return ((kept, frozenset()) for kept in found)
+            neighbours = self._near(here.kept, most_bytes, [*everything])
+            return ((kept, frozenset()) for kept in neighbours)
 
         return self._descend(seen.values(), limit, most - len(seen), near)
 
@@ -272,20 +272,20 @@ class KeepPlanner:
         """Yield fills with more or fewer gathers before activations, estimates and rankings."""
         # Backward is the shortest where its gathers take as long as its kernels: numbers close to
         # the best one so far are tried, at half the distance each time.
-        most, known = len(gathers) if self._others else 0, dict[int, tuple[float, int]]()
+        most, estimates = len(gathers) if self._others else 0, dict[int, tuple[float, int]]()
         step = -(-most // _SHARES) or 1
         numbers: Iterable[int] = range(most, -step, -step)
         while True:
             for n in (max(n, 0) for n in numbers if n <= most):
-                if n not in known:
+                if n not in estimates:
                     ranked = (*gathers[:n], *self._others, *gathers[n:])
                     kept = self._distinct(self._fitting(limit, ranked, least))
-                    known[n] = self._estimate(kept)
-                    yield kept, known[n], ranked
+                    estimates[n] = self._estimate(kept)
+                    yield kept, estimates[n], ranked
             step //= 2
             if not step:
                 return
-            best = min(known, key=known.__getitem__)
+            best = min(estimates, key=estimates.__getitem__)
             numbers = best + step, best - step
 
     def _estimate(self, kept: _Set) -> tuple[float, int]:
@@ -343,11 +343,11 @@ class KeepPlanner:
         first = min(most, needed, int(ms / 1e3 * costs.machine.host_bandwidth))
 
         def parking(kept: _Set, nbytes: int) -> Outcome:
-            parked, left, pinned = list[int](), nbytes, self._host_bytes
+            parked, nbytes_left, pinned = list[int](), nbytes, self._host_bytes
             for s in self.partitioned.could_park(kept):
-                if size[s] <= left and pinned_bytes(size[s]) <= pinned:
+                if size[s] <= nbytes_left and pinned_bytes(size[s]) <= pinned:
                     parked.append(s)
-                    left -= size[s]
+                    nbytes_left -= size[s]
                     pinned -= pinned_bytes(size[s])
             return self.scheduled(kept, limit, parked)
 
@@ -360,15 +360,15 @@ class KeepPlanner:
     def _near_parked(self, here: Outcome) -> Iterator[tuple[_Set, _Set]]:
         """Yield choices that park, keep, or make again one more activation, or one less."""
         size = self.partitioned.sizes
-        there = self.partitioned.could_park(here.kept)
-        near = [(here.kept, here.parked ^ {s}) for s in there]
-        near.append((here.kept, frozenset(there)))
+        parkable = self.partitioned.could_park(here.kept)
+        near = [(here.kept, here.parked ^ {s}) for s in parkable]
+        near.append((here.kept, frozenset(parkable)))
         for k in self.candidates:
             kept = self._distinct(here.kept ^ {k})
             could = self.partitioned.could_park(kept)
             parked = here.parked.intersection(could)
             near.append((kept, parked))
-            near += [(kept, parked | {s}) for s in could if s not in there]
+            near += [(kept, parked | {s}) for s in could if s not in parkable]
         for kept, parked in near:
             if sum(pinned_bytes(size[s]) for s in parked) <= self._host_bytes:
                 yield kept, parked
@@ -395,33 +395,35 @@ class KeepPlanner:
         self, room: int, ranked: Sequence[int], kept: _Set = frozenset(), many: int = _MANY
     ) -> _Set:
         """Add to ``kept`` the keepables that fit beside it, in the order of ``ranked``."""
-        left = [k for k in ranked if k not in kept]
-        while left and not self._fits(kept.union(left), room):
+        candidates = [k for k in ranked if k not in kept]
+        while candidates and not self._fits(kept.union(candidates), room):
             # Find how many of the first ones fit together. The next one does not fit, and so no
             # other one of its kind; with many keepables all that hold as much are skipped.
             most = bisect.bisect(
-                range(1, len(left)), False, key=lambda n: not self._fits(kept.union(left[:n]), room)
+                range(1, len(candidates)),
+                False,
+                key=lambda n: not self._fits(kept.union(candidates[:n]), room),
             )
-            kept, kind = kept.union(left[:most]), self._kind_of[left[most]]
-            nbytes = self._keepables[left[most]].nbytes if len(left) > many else 2**62
-            left = [k for k in left[most:] if self._kind_of[k] != kind]
-            left = [k for k in left if self._keepables[k].nbytes < nbytes]
-        return kept.union(left)
+            kept, kind = kept.union(candidates[:most]), self._kind_of[candidates[most]]
+            nbytes = self._keepables[candidates[most]].nbytes if len(candidates) > many else 2**62
+            candidates = [k for k in candidates[most:] if self._kind_of[k] != kind]
+            candidates = [k for k in candidates if self._keepables[k].nbytes < nbytes]
+        return kept.union(candidates)
 
     def _least(self) -> _Set:
         """Return activations that must be kept for a low peak: recomputing them holds more."""
         others = self._others
         each = 1 + len(others) // _MANY
-        some = [frozenset(others[at : at + each]) for at in range(0, len(others), each)]
-        kept, there, peak = frozenset[int](), self.reference_bytes, self.reference_bytes
+        some = [frozenset(others[begin : begin + each]) for begin in range(0, len(others), each)]
+        kept, held_peak, peak = frozenset[int](), self.reference_bytes, self.reference_bytes
         for more in (*some, *some):  # one that was kept may be superfluous with later ones
             other = kept ^ more
             held = self._held.peak_bytes(other)
-            if held <= there:  # and its recomputed inputs are made later, or not at all
+            if held <= held_peak:  # and its recomputed inputs are made later, or not at all
                 models = self.partitioned.models(other)
                 nbytes = max(m.liveness.peak(range(len(m))) for m in models)
                 if nbytes < peak:
-                    kept, there, peak = other, held, nbytes
+                    kept, held_peak, peak = other, held, nbytes
         return kept
 
     def _near(self, kept: _Set, room: int, ranked: Sequence[int]) -> Iterator[_Set]:
@@ -442,11 +444,11 @@ class KeepPlanner:
                         missing -= nbytes[k]
                 near[self._distinct(kept.union(some).difference(gone))] = None
             for some in _parts_of([k for k in inside if self._kind_of[k] == i]):
-                left, more = sum(nbytes[k] for k in some) + free, set[int]()
+                room_left, more = sum(nbytes[k] for k in some) + free, set[int]()
                 for k in out:
-                    if nbytes[k] <= left and self._kind_of[k] != i:
+                    if nbytes[k] <= room_left and self._kind_of[k] != i:
                         more.add(k)
-                        left -= nbytes[k]
+                        room_left -= nbytes[k]
                 near[self._distinct(kept.difference(some).union(more))] = None
                 near[kept.difference(some)] = None
         whole = ((self._keepables[k].whole, k) for k in out if k in self.partitioned.parts)
@@ -483,8 +485,8 @@ class KeepPlanner:
             if kept and limit > more:
                 room = limit - more
                 tried = (self._fitting(room, self._ranked), frozenset[int]())
-                found = (self.scheduled(less, room, chosen.parked) for less in tried)
-                then_ms = next((one.step_ms for one in found if not one.above), None)
+                smaller = (self.scheduled(less, room, chosen.parked) for less in tried)
+                then_ms = next((one.step_ms for one in smaller if not one.above), None)
                 less_ms = None if then_ms is None else max(0.0, then_ms - chosen.step_ms)
             units = self._units(kept)
         named = self._keepables
@@ -515,19 +517,19 @@ class KeepPlanner:
 
     def curve(self, bounds: Sequence[int] | None = None) -> tuple[tuple[int, Outcome], ...]:
         """Return the choices for ``bounds`` in bytes, ascending; None: :data:`CURVE`."""
-        given = bounds or [int(part * self.reference_bytes) for part in CURVE]
-        found: list[tuple[int, Outcome]] = []
-        for bound in sorted(given):
+        wanted = bounds or [int(part * self.reference_bytes) for part in CURVE]
+        points: list[tuple[int, Outcome]] = []
+        for bound in sorted(wanted):
             outcome = self._choice(bound, -(-self._most() // 2))
-            if found:  # a choice within a smaller bound also keeps this one: more is never slower
-                last = found[-1][1]
+            if points:  # a choice within a smaller bound also keeps this one: more is never slower
+                last = points[-1][1]
                 above = max(0, last.peak_bytes - bound)
                 outcome = min(outcome, replace(last, above=above))
-            found.append((bound, outcome))
-        return tuple(found)
+            points.append((bound, outcome))
+        return tuple(points)
 
     def _units(self, kept: _Set) -> tuple[KeptUnit, ...]:
-        now, again_ms = self._backward_ms(kept), self._held.again_ms
+        backward_ms, again_ms = self._backward_ms(kept), self._held.again_ms
         saved = dict[int, float]()
         alike: dict[tuple[int, bool], list[int]] = {}
         for k in self.candidates:
@@ -535,13 +537,13 @@ class KeepPlanner:
         for some in alike.values():
             # Of many equal blocks one in several is evaluated: its neighbours differ little.
             each = -(-len(some) // _SHOWN)
-            for at, k in enumerate(some):
+            for number, k in enumerate(some):
                 if not self._keepables[k].starts:
                     saved[k] = again_ms[k]
-                elif at % each == 0:
-                    saved[k] = abs(self._backward_ms(kept ^ {k}) - now)
+                elif number % each == 0:
+                    saved[k] = abs(self._backward_ms(kept ^ {k}) - backward_ms)
                 else:
-                    saved[k] = saved[some[at - at % each]]
+                    saved[k] = saved[some[number - number % each]]
         return tuple(
             KeptUnit(
                 unit.name,
@@ -557,14 +559,14 @@ class KeepPlanner:
         )
 
     def _blocks(self, chosen: Outcome) -> tuple[BlockBytes, ...]:
-        now, most = map(self.partitioned.saved, (chosen.kept, self.candidates))
+        saved_now, most = map(self.partitioned.saved, (chosen.kept, self.candidates))
         size = self.partitioned.sizes
-        found: dict[str, list[int]] = {}
+        by_block: dict[str, list[int]] = {}
         for s, name in self.partitioned.made_in().items():
-            if s in now or s in most:
-                where = 2 if s not in now else int(s in chosen.parked)
-                found.setdefault(name, [0, 0, 0])[where] += size[s]
-        return tuple(BlockBytes(name, *mine) for name, mine in found.items())
+            if s in saved_now or s in most:
+                where = 2 if s not in saved_now else int(s in chosen.parked)
+                by_block.setdefault(name, [0, 0, 0])[where] += size[s]
+        return tuple(BlockBytes(name, *block_bytes) for name, block_bytes in by_block.items())
 
     def _backward_ms(self, kept: _Set) -> float:
         """Return backward's time with a choice, in the order found for nothing kept."""

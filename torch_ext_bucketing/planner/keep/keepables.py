@@ -45,6 +45,7 @@ from ..._torch import aot as _aot
 from ...fsdp.tagging import read_in_forward
 from ...fsdp.units import Units
 from ...graph.dependencies import is_known, may_run_twice
+from ...graph.layout import gather_packing
 from ...graph.liveness import Storages
 from ...graph.nodes import (
     FROM_HOST,
@@ -97,10 +98,10 @@ def keepable_units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) ->
     return [
         Keepable(
             unit_name(units.units[number]),
-            tuple(mine),
-            tuple(dict.fromkeys(n for start in mine for n in chains[start])),
+            tuple(unit_starts),
+            tuple(dict.fromkeys(n for start in unit_starts for n in chains[start])),
         )
-        for number, mine in sorted(starts.items())
+        for number, unit_starts in sorted(starts.items())
     ]
 
 
@@ -144,7 +145,7 @@ class Activations:
         self._stretch: dict[fx.Node, Stretch] = {}
         self._units: dict[fx.Node, str] = {}  # units of nodes that depend on parameters only
         self._find_stretches(unit_of)
-        self._hand_down()
+        self._move_to_readers()
         # Stretches that are more than a norm. A norm is made again from its inputs.
         self._long = {
             self._stretch[n]
@@ -195,39 +196,46 @@ class Activations:
 
     def _later(self, node: fx.Node) -> bool:
         """Return whether a later stretch reads the node, or it is an output."""
-        mine = self._stretch[node]
+        stretch = self._stretch[node]
         users = (self._stretch.get(u) for u in node.users if u in self._inside)
-        return node in self._outputs or any(u is not None and u > mine for u in users)
+        return node in self._outputs or any(u is not None and u > stretch for u in users)
 
     def _reads_matrix(self, node: fx.Node) -> bool:
         """Return whether a node reads a parameter that is not a vector, as an embedding does."""
         read = (a for a in node.all_input_nodes if a in self._units)
         return any(v.dim() > 1 for a in read for v in tensors_in(a.meta.get("val")))
 
-    def _hand_down(self) -> None:
-        """Move cheap nodes that only a later stretch reads into that stretch."""
-        # An example is a norm before its weight is read. Such nodes read values that an earlier
-        # stretch hands on.
+    def _move_to_readers(self) -> None:
+        """Move cheap nodes that only a later stretch reads into that stretch.
+
+        Such as a norm up to its weight, which is made again from what crosses the border already::
+
+            before    block 0: add -> pow -> mean -> rsqrt |  block 1: mul(weight) -> mm
+            after     block 0: add |  block 1: pow -> mean -> rsqrt -> mul(weight) -> mm
+
+        Nodes that only backward reads go to the latest stretch that they read from.
+        """
         stretch, inside = self._stretch, self._inside
-        first: dict[fx.Node, Stretch] = {}
-        ends: set[fx.Node] = set()  # nodes that only backward reads
+        first_reader: dict[fx.Node, Stretch] = {}  # of nodes without one in their own
+        unread: set[fx.Node] = set()  # nodes that only backward reads
         for node in reversed(self._nodes):
-            users = [u for u in node.users if u in inside and u not in ends]
+            users = [u for u in node.users if u in inside and u not in unread]
             if not users and node not in self._outputs:
-                ends.add(node)
+                unread.add(node)
             elif users and node not in self._outputs and node in stretch and _is_cheap(node):
-                later = min(first.get(u) or stretch.get(u, stretch[node]) for u in users)
+                later = min(first_reader.get(u) or stretch.get(u, stretch[node]) for u in users)
                 if later > stretch[node]:
-                    first[node] = later
-        handed = {n for n in self._nodes if n in stretch and self._later(n)}
+                    first_reader[node] = later
+        # Values that a later stretch reads, with those that move.
+        crossing = {n for n in self._nodes if n in stretch and self._later(n)}
         for node in self._nodes:
-            args = [a for a in node.all_input_nodes if a in stretch]
-            weights = any(a in self._units for a in node.all_input_nodes)
-            if node in first and not weights and all(a in handed for a in args):
-                handed.add(node)
-                stretch[node] = first[node]
-            elif node in ends and args:
-                stretch[node] = max(stretch[a] for a in args)
+            inputs = [a for a in node.all_input_nodes if a in stretch]
+            reads_weight = any(a in self._units for a in node.all_input_nodes)
+            if node in first_reader and not reads_weight and all(a in crossing for a in inputs):
+                crossing.add(node)
+                stretch[node] = first_reader[node]
+            elif node in unread and inputs:
+                stretch[node] = max(stretch[a] for a in inputs)
 
     def _sort(self, node: fx.Node, early: bool) -> None:
         stretch = self._stretch.get(node)
@@ -296,11 +304,12 @@ def with_parts(
     """
     live, nodes = backward.liveness, backward.dependencies.nodes
     owner = {n: k for k, one in enumerate(keepables) if one.held for n in one.starts}
-    made: dict[fx.Node, int] = {}  # by member, the wait in forward after which a part can be cut
+    # By member, the wait in forward after which a part can be cut.
+    wait_in_forward: dict[fx.Node, int] = {}
     for i, start in enumerate(forward.start_of):
         if start >= 0:
             first = forward.dependencies.nodes[start]
-            made.update(dict.fromkeys(forward.members.get(start, (first,)), i))
+            wait_in_forward.update(dict.fromkeys(forward.members.get(start, (first,)), i))
     wait_of = {start: i for i, start in enumerate(backward.start_of)}
     # One numbering of storages for both halves: a part is made in forward and read in backward.
     size = [*live.size, *[0] * max(0, len(forward.liveness.size) - len(live.size))]
@@ -313,7 +322,7 @@ def with_parts(
     fitting: dict[int, list[tuple[int, tuple[fx.Node, ...]]]] = {}
     for place, node in enumerate(nodes):
         members = backward.members.get(place, (node,))
-        fits = all(m in made and m in smaller.starts for m in members)
+        fits = all(m in wait_in_forward and m in smaller.starts for m in members)
         if node in owner and backward.group[place] is not None and fits:
             fitting.setdefault(owner[node], []).append((place, members))
     made_parts, parts = list[Keepable](), dict[int, PartChanges]()
@@ -322,30 +331,30 @@ def with_parts(
         for place, members in buckets:
             # A merged bucket's pack has the node of its first member; a single gather has none.
             packs = [j for j in backward.dependencies.needs[place] if nodes[j] is members[0]]
-            mine = []
+            part_storages = []
             for member in members:
                 nbytes = costs.result_bytes(member) // smaller.ranks
-                mine.append(s := storage(nbytes))
-                part.made[s] = made[member]
+                part_storages.append(s := storage(nbytes))
+                part.made[s] = wait_in_forward[member]
                 part.read[s] = packs[0] if packs else wait_of[place]
-                copy_ms = part.copy_ms.get(made[member], 0.0)
-                part.copy_ms[made[member]] = copy_ms + costs.copy(nbytes)
-            given = sum(size[s] for s in mine)
-            moved = given * (1 + smaller.ranks)  # input and output of the gather
+                copy_ms = part.copy_ms.get(wait_in_forward[member], 0.0)
+                part.copy_ms[wait_in_forward[member]] = copy_ms + costs.copy(nbytes)
+            part_bytes = sum(size[s] for s in part_storages)
+            moved = part_bytes * (1 + smaller.ranks)  # input and output of the gather
             ms = costs.as_kind("all_gather", members[0], moved, smaller.group)
             part.changes[place] = {"ms": ms, "group": smaller.group}
             if packs:  # the pack concatenates parts instead of shards
                 buffer, before = live.allocates[packs[0]]
-                part.more[packs[0]] = given - size[before]
-                new = buffer, storage(given)
-                ms = costs.pack(given, given)
-                row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
+                part.more[packs[0]] = part_bytes - size[before]
+                new = buffer, storage(part_bytes)
+                ms, _ = costs.packing(gather_packing(part_bytes, part_bytes))
+                row = {"ms": ms, "allocates": new, "touches": (*new, *part_storages)}
                 part.changes[packs[0]] = row
             else:  # the gather itself reads the part, until its wait
-                both = {"touches": (*live.allocates[place], *mine)}
+                both = {"touches": (*live.allocates[place], *part_storages)}
                 part.changes[place].update(both)
                 part.changes[wait_of[place]] = both
-            held += mine
+            held += part_storages
         whole = keepables[k]
         starts = tuple(m for _, members in buckets for m in members)
         fqns = tuple(f for n in starts if (tag := tag_of(n)) is not None for f in tag.fqns)
@@ -377,10 +386,10 @@ def _to_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model
     last = {s: i for i, touched in enumerate(live.touches) for s in parked.keys() & touched}
     start: dict[int, int] = {}
     for i, (new, touched) in enumerate(zip(live.allocates, live.touches, strict=True)):
-        there = edit.keep(i)
+        place = edit.keep(i)
         for s in (s for s in new if s in parked):
             ms = costs.host_copy(live.size[s])
-            start[s] = edit.add(Row(parked[s], (there,), (), (s,), ms, TO_HOST))
+            start[s] = edit.add(Row(parked[s], (place,), (), (s,), ms, TO_HOST))
         for s in (s for s in touched if last.get(s) == i):
             edit.add(_wait(parked[s], s, start[s]))
     edit.kept = {s: None for s in live.kept if s not in parked}
@@ -389,14 +398,14 @@ def _to_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model
 
 def _from_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model:
     live, edit = model.liveness, ModelEdit(model)
-    there: dict[int, int] = {}
+    copies: dict[int, int] = {}
     for i, touched in enumerate(live.touches):
-        mine = [s for s in touched if s in parked]
-        for s in (s for s in mine if s not in there):
+        parked_inputs = [s for s in touched if s in parked]
+        for s in (s for s in parked_inputs if s not in copies):
             ms = costs.host_copy(live.size[s])
             start = edit.add(Row(parked[s], (), (s,), (s,), ms, FROM_HOST))
-            there[s] = edit.add(_wait(parked[s], s, start))
-        edit.keep(i, needs=[*edit.row(i).needs, *(there[s] for s in mine)])
+            copies[s] = edit.add(_wait(parked[s], s, start))
+        edit.keep(i, needs=[*edit.row(i).needs, *(copies[s] for s in parked_inputs)])
     edit.at_start -= sum(live.size[s] for s in parked)
     return edit.model()
 

@@ -140,16 +140,16 @@ class PartitionedModel:
             for s in storages:
                 self.touched_by[s].append(i)
         self._saved = [s for s in split.handed if self.touched_by[s]]
-        made = {s for new in self.forward.liveness.allocates for s in new}
+        made_in_forward = {s for new in self.forward.liveness.allocates for s in new}
         self._could_park: dict[int, fx.Node] = {}  # by storage, the node that makes it
         for node in could_park(graph) if activations else ():
             for s in joint.liveness.of_node[node]:
-                if s in made and joint.liveness.size[s]:
+                if s in made_in_forward and joint.liveness.size[s]:
                     self._could_park.setdefault(s, node)
         self._stay: dict[frozenset[int], Stay] = {}
         self.keepables = keepables
         held = zip(keepables, self._held(), strict=True)
-        self.keepables = [self._with_bytes(one, mine) for one, mine in held]
+        self.keepables = [self._with_bytes(one, held_storages) for one, held_storages in held]
         self.parts: dict[int, PartChanges] = {}
         if smaller is not None:
             halves = self.forward, self.backward
@@ -167,18 +167,20 @@ class PartitionedModel:
     def _held(self) -> list[tuple[int, ...]]:
         """Return, by keepable, the storages that its nodes allocate and others read in backward."""
         live = self.backward.liveness
-        made: dict[int, int] = {}
+        made_by: dict[int, int] = {}
         read: dict[int, dict[int, None]] = {}
         alone = self.keepable_of_place(self.backward)
         views = () if self.activations is None else self.activations.views
-        for i, (node, mine) in enumerate(zip(self.backward.dependencies.nodes, alone, strict=True)):
+        for i, (node, owners) in enumerate(
+            zip(self.backward.dependencies.nodes, alone, strict=True)
+        ):
             if node in views:  # its readers touch the storage, too
                 continue
-            if mine is not None:
-                made.update(dict.fromkeys(live.allocates[i], mine))
+            if owners is not None:
+                made_by.update(dict.fromkeys(live.allocates[i], owners))
             for s in live.touches[i]:
-                owner = made.get(s)
-                if owner is not None and owner != mine:
+                owner = made_by.get(s)
+                if owner is not None and owner != owners:
                     read.setdefault(owner, {})[s] = None
         return [tuple(sorted(read.get(k, ()))) for k in range(len(self.keepables))]
 
@@ -202,13 +204,13 @@ class PartitionedModel:
         """Return, for each node of a half, the keepables without which it is there."""
         nodes = model.dependencies.nodes
         owners = [self._owners.get(n, set()) for n in nodes]
-        for at, members in model.members.items():
+        for start, members in model.members.items():
             # A bucket stays as long as one member does, such as a plane that forward doesn't read:
             #     pack -> all_gather -> wait -> part of a kept plane
             #                                -> part of another
             if len({frozenset(self._owners.get(m, ())) for m in members}) > 1:
                 for i, node in enumerate(nodes):
-                    if node is nodes[at] or model.start_of[i] == at:
+                    if node is nodes[start] or model.start_of[i] == start:
                         owners[i] = set()
         return owners
 
@@ -226,24 +228,24 @@ class PartitionedModel:
 
     def _what_stays(self, gone: frozenset[int]) -> Stay:
         live, touched_by = self._halves[1].liveness, self.touched_by
-        there = bytearray(b"\1") * len(self.backward)
+        runs = bytearray(b"\1") * len(self.backward)
         removed = []
         parts = tuple(part for k, part in self.parts.items() if k in gone)
         others = [i for part in parts for i, row in part.changes.items() if "touches" in row]
         # A bucket of a part reads the part instead of its inputs. Its wait still needs its start.
-        reads = bytearray(there)
+        reads = bytearray(runs)
         for i in others:
             reads[i] = self.backward.start_of[i] >= 0
         for i, readers, owners in self._again:
             if (owners and owners <= gone) or not any(reads[j] for j in readers):
-                there[i] = reads[i] = 0
+                runs[i] = reads[i] = 0
                 removed.append(i)
         for i in others:
             reads[i] = 0
-        made = [s for i in reversed(removed) for s in live.allocates[i]]
-        held = tuple(s for s in made if any(reads[j] for j in touched_by[s]))
+        allocated = [s for i in reversed(removed) for s in live.allocates[i]]
+        held = tuple(s for s in allocated if any(reads[j] for j in touched_by[s]))
         dropped = tuple(s for s in self._saved if not any(reads[j] for j in touched_by[s]))
-        return Stay(there, (*held, *(s for part in parts for s in part.made)), dropped, parts)
+        return Stay(runs, (*held, *(s for part in parts for s in part.made)), dropped, parts)
 
     def saved(self, kept: Collection[int]) -> frozenset[int]:
         """Return the storages that forward leaves for backward with a choice."""
@@ -259,8 +261,10 @@ class PartitionedModel:
         """Map storages to the names of the stretches of forward that make them."""
         if self.activations is None:
             return {}
-        made = zip(self.forward.dependencies.nodes, self.forward.liveness.allocates, strict=True)
-        named = ((self.activations.stretch_of(node), new) for node, new in made)
+        allocations = zip(
+            self.forward.dependencies.nodes, self.forward.liveness.allocates, strict=True
+        )
+        named = ((self.activations.stretch_of(node), new) for node, new in allocations)
         return {s: name for name, new in named if name is not None for s in new}
 
     def with_parked(self, kept: Collection[int], parked: Collection[int]) -> tuple[Model, Model]:
@@ -292,9 +296,9 @@ class PartitionedModel:
             return halves
         # A kernel ends where its half does, so a kept value is written in forward.
         split, nodes = self._split, backward.dependencies.nodes
-        gone = {nodes[i] for i, there in enumerate(stay.places) if not there}
-        left, _ = split.backward_without(gone)
-        second = split.fused(halves[1], backward.liveness.kept, left)
+        gone = {nodes[i] for i, runs in enumerate(stay.places) if not runs}
+        smaller, _ = split.backward_without(gone)
+        second = split.fused(halves[1], backward.liveness.kept, smaller)
         return split.fused(halves[0], saved, split.forward), second
 
     def in_place(self, kept: Collection[int]) -> Model:
@@ -311,20 +315,20 @@ class PartitionedModel:
     def _late(self, stay: Stay) -> list[int]:
         """Return the remaining places, with recomputed nodes moved to before their first use."""
         model, order = self.backward, list[int]()
-        left = dict.fromkeys(i for i, _, _ in self._again if stay.places[i])
+        candidates = dict.fromkeys(i for i, _, _ in self._again if stay.places[i])
         needs = model.dependencies.needs
         for i in itertools.compress(range(len(model)), stay.places):
-            if i in left:
+            if i in candidates:
                 continue
-            mine, stack = [i], [i]
+            chain, stack = [i], [i]
             while stack:
                 reader = stack.pop()
                 for j in needs[reader]:
-                    if j in left and not model.only_ordered(j, reader):
-                        del left[j]
-                        mine.append(j)
+                    if j in candidates and not model.only_ordered(j, reader):
+                        del candidates[j]
+                        chain.append(j)
                         stack.append(j)
-            order += sorted(mine)
+            order += sorted(chain)
         return order
 
     def _without(self, kept: Collection[int], stay: Stay) -> Model:
@@ -367,17 +371,19 @@ class _Split:
         tangents = [n for n in placeholders if n not in in_forward]
         self._tangents = self._storages(tangents)
         constants = graph.find_nodes(op="get_attr")
-        given = self._storages([n for n in placeholders if n in in_forward] + constants)
+        input_storages = self._storages([n for n in placeholders if n in in_forward] + constants)
         outputs = [a for n in graph.find_nodes(op="output") for a in n.all_input_nodes]
         first = [a for a in outputs if a in in_forward]
         second = [a for a in outputs if a not in in_forward]
-        self._kept_forward = {**given, **self._storages(first), **self._saved}
-        self._kept_backward = {**given, **self._tangents, **self._storages(second)}
-        self._given = given
-        kept = {**given, **self._storages(first)}
+        self._kept_forward = {**input_storages, **self._storages(first), **self._saved}
+        self._kept_backward = {**input_storages, **self._tangents, **self._storages(second)}
+        self._given = input_storages
+        kept = {**input_storages, **self._storages(first)}
         # Storages that are live after forward only for backward.
         self.handed = [s for s in self._saved if s not in kept]
-        self._at_start = joint.graph.external_live_bytes + sum(liveness.size[s] for s in given)
+        self._at_start = joint.graph.external_live_bytes + sum(
+            liveness.size[s] for s in input_storages
+        )
         # Forward runs the nodes that saved or returned values need, and nodes with effects.
         needed = {*saved, *first}
         for i in reversed(range(len(nodes))):
@@ -424,9 +430,9 @@ class _Split:
             nodes, costs.operators, free, lambda n: any(s in kept for s in of_node.get(n, ()))
         )
         within = [n for n in nodes if costs.operators[n].fused]
-        now = dict(zip(within, costs.times(within, free, kernels)[0], strict=True))
+        fused_ms = dict(zip(within, costs.times(within, free, kernels)[0], strict=True))
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
-        ms = [ms if view else now.get(n, ms) for n, ms, view in rows]
+        ms = [ms if view else fused_ms.get(n, ms) for n, ms, view in rows]
         live = with_fused(model.liveness, model.dependencies, of_node, kernels)
         live = with_packed(live, model.dependencies, model.members, of_node, kernels)
         return replace(model, ms=ms, liveness=live)
@@ -438,17 +444,17 @@ class _Split:
         size = self._live.size
         handed = {s: None for s in (*self._saved, *self._tangents) if s not in self._given}
         at_start = self._at_start + sum(size[s] for s in handed)
-        given = {**self._given, **handed}
-        return self._model(self.backward, given, self._kept_backward, at_start)
+        at_start_storages = {**self._given, **handed}
+        return self._model(self.backward, at_start_storages, self._kept_backward, at_start)
 
     def _model(
         self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
     ) -> Model:
-        there, live, edit = dict(given), self._live, _edit_of(self._joint, places)
+        present, live, edit = dict(given), self._live, _edit_of(self._joint, places)
         for i in places:
-            fresh = tuple(s for s in live.allocates[i] if s not in there)
-            there.update(dict.fromkeys(fresh))
-            touched = tuple(s for s in live.touches[i] if s in there)
+            fresh = tuple(s for s in live.allocates[i] if s not in present)
+            present.update(dict.fromkeys(fresh))
+            touched = tuple(s for s in live.touches[i] if s in present)
             edit.keep(i, allocates=fresh, touches=touched)
         edit.kept, edit.at_start = kept, at_start
         return edit.model()

@@ -67,14 +67,14 @@ class _Beside:
 
     def begin(self, action: Action) -> dict[int, int]:
         """Begin an action, and return the bytes of each stage while it runs."""
-        mine = [(stage, kind) for stage, kind in action if stage in self.stages]
-        self.under_way.update(stage for stage, kind in mine if kind == "F")
-        self.added.update(stage for stage, kind in mine if kind in ("B", "W"))
-        now = self.at_rest()
-        for stage, kind in mine:
-            of = self.stages[stage]
-            now[stage] += max(0, of.running.get(kind, 0) - (kind == "F") * of.saved)
-        return now
+        own_actions = [(stage, kind) for stage, kind in action if stage in self.stages]
+        self.under_way.update(stage for stage, kind in own_actions if kind == "F")
+        self.added.update(stage for stage, kind in own_actions if kind in ("B", "W"))
+        resident = self.at_rest()
+        for stage, kind in own_actions:
+            holding = self.stages[stage]
+            resident[stage] += max(0, holding.running.get(kind, 0) - (kind == "F") * holding.saved)
+        return resident
 
     def end(self, action: Action) -> None:
         """End an action."""
@@ -85,8 +85,8 @@ class _Beside:
     def at_rest(self) -> dict[int, int]:
         """Return the bytes of each stage between actions."""
         return {
-            stage: self.under_way[stage] * of.saved + (stage in self.added) * of.gradients
-            for stage, of in self.stages.items()
+            stage: self.under_way[stage] * holding.saved + (stage in self.added) * holding.gradients
+            for stage, holding in self.stages.items()
         }
 
 
@@ -106,13 +106,13 @@ def held_by_stages(
                 held[stage].gathers += 1
             elif kind == "RESHARD":
                 resident.discard(stage)
-        now = beside.begin(action)
+        live = beside.begin(action)
         for stage in resident:
-            now[stage] += stages[stage].gathered
-        for stage, mine in held.items():
-            mine.peak_bytes = max(mine.peak_bytes, now[stage])
-            mine.under_way = max(mine.under_way, beside.under_way[stage])
-        peak = max(peak, sum(now.values()))
+            live[stage] += stages[stage].gathered
+        for stage, stage_bytes in held.items():
+            stage_bytes.peak_bytes = max(stage_bytes.peak_bytes, live[stage])
+            stage_bytes.under_way = max(stage_bytes.under_way, beside.under_way[stage])
+        peak = max(peak, sum(live.values()))
         beside.end(action)
     return held, peak
 
@@ -156,19 +156,19 @@ def with_residency(
             cost += size(missing)
             gathering = max((stages[s].running.get("UNSHARD", 0) for s in missing), default=0)
             room = None if bound is None else max(bound, least) - max(running, at_rest + gathering)
-            for now in _largest(kept | needed, needed, stages, room):
-                if now not in onwards or cost < onwards[now][0]:
-                    onwards[now] = (cost, [*path, now])
+            for wanted in _largest(kept | needed, needed, stages, room):
+                if wanted not in onwards or cost < onwards[wanted][0]:
+                    onwards[wanted] = (cost, [*path, wanted])
         ways = onwards
     path = min(ways.values(), key=lambda way: way[0])[1]
-    made: list[Action | int] = []
+    schedule: list[Action | int] = []
     resident = frozenset[int]()
-    for (i, *_), now in zip(places, path, strict=True):
-        made += [((s, "RESHARD"),) for s in sorted(resident - now)]
-        made += [((s, "UNSHARD"),) for s in sorted(now - resident)]
-        made.append(i)
-        resident = now
-    return made + [((s, "RESHARD"),) for s in sorted(resident)]
+    for (i, *_), wanted in zip(places, path, strict=True):
+        schedule += [((s, "RESHARD"),) for s in sorted(resident - wanted)]
+        schedule += [((s, "UNSHARD"),) for s in sorted(wanted - resident)]
+        schedule.append(i)
+        resident = wanted
+    return schedule + [((s, "RESHARD"),) for s in sorted(resident)]
 
 
 def _largest(
@@ -183,9 +183,11 @@ def _largest(
     others, largest = sorted(all_of - needed), list[frozenset[int]]()
     for n in range(len(others), 0, -1):
         for some in combinations(others, n):
-            now = needed.union(some)
-            if sum(stages[s].gathered for s in now) <= room and not any(now < f for f in largest):
-                largest.append(now)
+            chosen = needed.union(some)
+            if sum(stages[s].gathered for s in chosen) <= room and not any(
+                chosen < f for f in largest
+            ):
+                largest.append(chosen)
     return largest or [needed]
 
 
@@ -200,16 +202,16 @@ def stage_reports(
         StageReport(
             stage=stage,
             compiled=compiled[stage],
-            gathers=mine.gathers,
+            gathers=stage_bytes.gathers,
             reductions=sum((stage, "REDUCE_GRAD") in action for action in actions),
-            under_way=mine.under_way,
+            under_way=stage_bytes.under_way,
             gathered_bytes=stages[stage].gathered,
             gradient_bytes=stages[stage].gradients,
             saved_bytes=stages[stage].saved,
-            peak_bytes=mine.peak_bytes,
+            peak_bytes=stage_bytes.peak_bytes,
             rank_peak_bytes=peak,
         )
-        for stage, mine in held.items()
+        for stage, stage_bytes in held.items()
     ]
 
 
@@ -220,16 +222,16 @@ def bytes_of(graph: fx.Graph, outputs_from: int = 0) -> tuple[int, int]:
     """
     analysis = GraphAnalysis(graph, donated=lambda node: False)
     live = analysis.liveness
-    given = {s for n in graph.find_nodes(op="placeholder") for s in live.of_node[n]}
-    made = {s for each in _outputs(analysis)[outputs_from:] for s in each}
-    return sum(live.size[s] for s in made - given), analysis.peak_bytes - live.at_start
+    inputs = {s for n in graph.find_nodes(op="placeholder") for s in live.of_node[n]}
+    outputs = {s for each in _outputs(analysis)[outputs_from:] for s in each}
+    return sum(live.size[s] for s in outputs - inputs), analysis.peak_bytes - live.at_start
 
 
 def views_of(graph: fx.Graph, inputs: Iterable[fx.Node]) -> list[bool]:
     """Return, for each output, whether it is one of ``inputs`` or a view of one."""
     analysis = GraphAnalysis(graph, donated=lambda node: False)
-    given = {s for n in inputs for s in analysis.liveness.of_node[n]}
-    return [not given.isdisjoint(each) for each in _outputs(analysis)]
+    input_storages = {s for n in inputs for s in analysis.liveness.of_node[n]}
+    return [not input_storages.isdisjoint(each) for each in _outputs(analysis)]
 
 
 def _outputs(analysis: GraphAnalysis) -> list[set[int]]:

@@ -127,8 +127,8 @@ class Paths:
         least = max((a + b - ms for a, b, ms in zip(head, tail, model.ms, strict=True)), default=0)
         launches = [(0.0, ms, after) for ms, after in zip(model.host, tail, strict=True) if ms]
         least = max(least, _one_after_the_other(launches))
-        for mine in self._work.values():
-            work = [(head[i] - ms, ms, tail[i] - ms) for i, ms in mine if ms]
+        for group_work in self._work.values():
+            work = [(head[i] - ms, ms, tail[i] - ms) for i, ms in group_work if ms]
             least = max(least, _one_after_the_other(work))
         return least
 
@@ -160,9 +160,9 @@ class Remaining:
 
     def least_end(self, stream: str | None, free_ms: float) -> float:
         """Return the earliest end of the step if ``stream`` is free from ``free_ms`` on."""
-        left, least = self._ms[stream], free_ms
-        if left > _ROUNDED_MS:
-            least += left + self._rest[stream].after_ms
+        work_left, least = self._ms[stream], free_ms
+        if work_left > _ROUNDED_MS:
+            least += work_left + self._rest[stream].after_ms
         return max(least, free_ms + self.kernels_ms) if stream is None else least
 
 
@@ -173,21 +173,21 @@ def _one_after_the_other(work: list[tuple[float, float, float]]) -> float:
     """
     coming = sorted(work, reverse=True)
     waiting: list[tuple[float, float]] = []  # negative tails, with the milliseconds left
-    now = end = 0.0
+    clock_ms = end = 0.0
     while coming or waiting:
         if not waiting:
-            now = max(now, coming[-1][0])
-        while coming and coming[-1][0] <= now:
+            clock_ms = max(clock_ms, coming[-1][0])
+        while coming and coming[-1][0] <= clock_ms:
             _, ms, tail = coming.pop()
             heapq.heappush(waiting, (-tail, ms))
-        minus_tail, left = heapq.heappop(waiting)
+        minus_tail, ms_left = heapq.heappop(waiting)
         until = coming[-1][0] if coming else math.inf
-        if now + left > until:
-            heapq.heappush(waiting, (minus_tail, left - (until - now)))
-            now = until
+        if clock_ms + ms_left > until:
+            heapq.heappush(waiting, (minus_tail, ms_left - (until - clock_ms)))
+            clock_ms = until
         else:
-            now += left
-            end = max(end, now - minus_tail)
+            clock_ms += ms_left
+            end = max(end, clock_ms - minus_tail)
     return end
 
 
@@ -273,12 +273,14 @@ def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
             continue
         ahead[i] += ms[i]
         # A collective that is shorter than the kernels before it is hidden: look for the next one.
-        while (at := start[i]) >= 0 and ms[at] < ahead[i]:
-            ahead[i] += ms[at] + ahead[at]
-            start[i] = start[at]
+        while (place := start[i]) >= 0 and ms[place] < ahead[i]:
+            ahead[i] += ms[place] + ahead[place]
+            start[i] = start[place]
     return [
-        (ms[i], None, 0.0, tail[i] - ms[i]) if at < 0 else (ahead[i], group[at], ms[at], tail[at])
-        for i, at in enumerate(start)
+        (ms[i], None, 0.0, tail[i] - ms[i])
+        if place < 0
+        else (ahead[i], group[place], ms[place], tail[place])
+        for i, place in enumerate(start)
     ]
 
 
@@ -367,17 +369,24 @@ class ModelAnalysis:
         self.sends = sends_of(model, paths.tail)
         self.own_bytes = [sum(map(live.size.__getitem__, new)) for new in live.allocates]
         self.adds = adds = list(self.own_bytes)
-        for i, mine in enumerate(needs):
-            for j in mine:
+        for i, needed in enumerate(needs):
+            for j in needed:
                 if at[j] < 0:
                     adds[i] += adds[j]
             adds[i] = min(adds[i], _MOST_ADDED)
         self._find_collectives(model)
         self._find_available(model)
-        given, fillers = [False] * size, list[int]()
-        for i, mine in enumerate(needs):
-            given[i] = self.source[i] and group[i] is None and all(given[j] for j in mine)
-            if given[i] and self.lazy[i] and model.ms[i] and self.first_use[i] < len(kernels):
+        needs_nothing, fillers = [False] * size, list[int]()
+        for i, needed in enumerate(needs):
+            needs_nothing[i] = (
+                self.source[i] and group[i] is None and all(needs_nothing[j] for j in needed)
+            )
+            if (
+                needs_nothing[i]
+                and self.lazy[i]
+                and model.ms[i]
+                and self.first_use[i] < len(kernels)
+            ):
                 fillers.append(i)
         self.fillers = sorted(fillers, key=self.first_use.__getitem__)
         self.latest = self._latest_starts(model)
@@ -387,12 +396,12 @@ class ModelAnalysis:
         """Find the nodes that need no kernel, and the lazy ones."""
         group, size = model.group, len(model)
         self.lazy, self.source = lazy, source = [False] * size, [False] * size
-        for i, mine in enumerate(model.dependencies.needs):
+        for i, needed in enumerate(model.dependencies.needs):
             if model.compute[i]:
                 continue
             start = group[i] is not None
             free = group[i] != TO_HOST  # such a copy follows its value at once
-            for j in mine:
+            for j in needed:
                 if not source[j] and not (start and group[j] is not None):  # only ordered
                     free = False
                     break
@@ -475,7 +484,9 @@ class ModelAnalysis:
 
     def first_uses(self) -> dict[int, int]:
         """Map each gather to the first kernel that needs it, both by place."""
-        return {i: self.kernels[self.first_use[i]] for mine in self.gathers.values() for i in mine}
+        return {
+            i: self.kernels[self.first_use[i]] for gathers in self.gathers.values() for i in gathers
+        }
 
     def _last_kernels(self, model: NodeTable, i: int) -> list[int]:
         """List the kernels that ``i`` needs with only lazy nodes between."""
@@ -507,9 +518,9 @@ class ModelAnalysis:
 
 def _adds_less(model: NodeTable, i: int) -> bool:
     """Return whether a node leaves no more bytes live than it frees."""
-    live, own = model.liveness, model.liveness.allocates[i]
-    added = sum(live.size[s] for s in own if s in live.kept)
-    read = sum(live.size[s] for s in live.touches[i] if s not in live.kept and s not in own)
+    live, allocated = model.liveness, model.liveness.allocates[i]
+    added = sum(live.size[s] for s in allocated if s in live.kept)
+    read = sum(live.size[s] for s in live.touches[i] if s not in live.kept and s not in allocated)
     return not added or added < read
 
 
@@ -522,15 +533,15 @@ def latest_starts(
     launch. ``others``, the stream's other collectives, move the deadline of the gathers before them
     forward: earliest begin and duration, ascending. ``end_ms``: the end of the last kernel.
     """
-    starts, bound, left = [0.0] * len(gathers), end_ms, len(others)
+    starts, bound, gathers_left = [0.0] * len(gathers), end_ms, len(others)
     for i in reversed(range(len(gathers))):
         use_ms, ms = gathers[i]
         bound = min(bound, use_ms)
-        while left and others[left - 1][0] >= bound:
-            left -= 1
+        while gathers_left and others[gathers_left - 1][0] >= bound:
+            gathers_left -= 1
         bound -= ms
-        while left and others[left - 1][0] >= bound:
-            left -= 1
-            bound -= others[left][1]
+        while gathers_left and others[gathers_left - 1][0] >= bound:
+            gathers_left -= 1
+            bound -= others[gathers_left][1]
         starts[i] = bound
     return starts

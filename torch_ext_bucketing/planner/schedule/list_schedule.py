@@ -61,6 +61,7 @@ class ListScheduler:
         # These record which options made a difference; see as_with().
         self.farthest = 0  # the most compute nodes that a long path overtook
         self.filled = False  # a lazy node filled a wait
+        self.delayed = False  # a kernel ran, or would have, before one with a longer path
         self.too_deep = False  # a gather was held back by ``depth``,
         self.hurried = False  # or went first all the same, for its deadline
         self.short = False  # memory ran out
@@ -132,21 +133,22 @@ class ListScheduler:
 
     def as_with(self, options: Options) -> bool:
         """Return whether ``options`` give the same order, because no difference mattered."""
-        mine, other = self.options, options
-        if mine == other:
+        own, other = self.options, options
+        if own == other:
             return True
-        reach = max(mine.window, mine.fill) == max(other.window, other.fill)
-        roomier = not self.short and at_least(other.limit_bytes, mine.limit_bytes)
-        longer = not self.capped and at_least(other.max_run, mine.max_run)
-        narrower = other.window < mine.window and reach and self.farthest <= other.window
-        deeper = other.depth > mine.depth and not self.too_deep
+        reach = max(own.window, own.fill) == max(other.window, other.fill)
+        roomier = not self.short and at_least(other.limit_bytes, own.limit_bytes)
+        longer = not self.capped and at_least(other.max_run, own.max_run)
+        narrower = other.window < own.window and reach and self.farthest <= other.window
+        deeper = other.depth > own.depth and not self.too_deep
         return (
-            (mine.window == other.window or (narrower and (other.window > 0 or not self.filled)))
-            and (mine.depth == other.depth or deeper)
-            and (mine.deadlines == other.deadlines or (mine.deadlines and not self.hurried))
-            and (mine.limit_bytes == other.limit_bytes or roomier)
-            and (mine.max_run == other.max_run or longer)
-            and (mine.max_prefetch, mine.under) == (other.max_prefetch, other.under)
+            (own.window == other.window or (narrower and (other.window > 0 or not self.filled)))
+            and (own.depth == other.depth or deeper)
+            and (own.deadlines == other.deadlines or (own.deadlines and not self.hurried))
+            and (own.hold == other.hold or not self.delayed)
+            and (own.limit_bytes == other.limit_bytes or roomier)
+            and (own.max_run == other.max_run or longer)
+            and (own.max_prefetch, own.under) == (other.max_prefetch, other.under)
         )
 
     # --- emission --------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ class ListScheduler:
             self.peak_bytes, self.peak_at = during, i
         self.now = self.streams.run(i)
         if model.group[i] is not None:
-            self._launched(i)
+            self._note_launch(i)
         else:
             start = model.start_of[i]
             if start >= 0:
@@ -186,9 +188,9 @@ class ListScheduler:
             self.wanted.discard(i)
         number = analysis.at[i]
         if number >= 0:
-            at = bisect.bisect_left(self.ready, number)
-            if at < len(self.ready) and self.ready[at] == number:
-                self.ready.pop(at)
+            ready_place = bisect.bisect_left(self.ready, number)
+            if ready_place < len(self.ready) and self.ready[ready_place] == number:
+                self.ready.pop(ready_place)
             self.pending.pop(i, None)
             self.kernels_ms += model.ms[i]
         if not self.available[i]:
@@ -202,38 +204,39 @@ class ListScheduler:
             else:
                 self._emit(j)
 
-    def _launched(self, i: int) -> None:
-        """Note the launch of collective ``i``."""
-        group = str(self.model.group[i])
+    def _note_launch(self, i: int) -> None:
+        """Note that collective ``i`` is in flight; give the order up if it must take too long."""
+        group, end_ms = str(self.model.group[i]), self.end[i]
         self.last[group] = i
-        end = self.end[i]
-        self.lost |= end + self.tail[i] - self.model.ms[i] > self.at_most_ms
+        # The longest path from its end, and the work that is left for each of its streams.
+        self.lost |= end_ms + self.tail[i] - self.model.ms[i] > self.at_most_ms
         for stream in self.model.streams_of(group):
             self.left.begin(i, stream)
             # Other collectives in flight on the level may end before ``i``.
-            free = end if stream == group else self.now
-            self.lost |= self.left.least_end(stream, free) > self.at_most_ms
+            free_ms = end_ms if stream == group else self.now
+            self.lost |= self.left.least_end(stream, free_ms) > self.at_most_ms
         if not self.analysis.source[i]:
             self.in_flight.append(i)
         if i in self.wait_of:
             self.unwaited.append(i)
+            # Until its wait, its operands stay live.
             self.freed[i] = self.live.last_use(self.model.liveness.touches[i])
             self.freed_by_waits += self.freed[i]
-        if self.model.reduces[i]:
+        if self.model.reduces[i]:  # this ends a compute run
             self.run_length = 0
             self._want_next_reduction()
 
     def _satisfied(self, i: int) -> None:
         """Lower the in-degrees of the nodes that need ``i``, and collect the ready nodes."""
         missing, available, done = self.missing, self.available, self.done
-        needed_by, at = self.model.dependencies.needed_by, self.analysis.at
+        needed_by, kernel_number = self.model.dependencies.needed_by, self.analysis.at
         stack = [i]
         while stack:
             for j in needed_by[stack.pop()]:
                 missing[j] -= 1
                 if missing[j] or done[j] or available[j]:
                     continue
-                number = at[j]
+                number = kernel_number[j]
                 if number >= 0:
                     bisect.insort(self.ready, number)
                     continue
@@ -303,17 +306,17 @@ class ListScheduler:
     def _prefetch(self) -> None:
         analysis, options = self.analysis, self.options
         for group, gathers in analysis.gathers.items():
-            at = self.next_gather[group]
-            while at < len(gathers):
-                gather = gathers[at]
+            next_place = self.next_gather[group]
+            while next_place < len(gathers):
+                gather = gathers[next_place]
                 if self.done[gather]:
-                    at += 1
+                    next_place += 1
                     continue
-                if gather in options.under or not self._may_launch(gather, gathers, at):
+                if gather in options.under or not self._may_launch(gather, gathers, next_place):
                     break
                 self._emit(gather)
-                at += 1
-            self.next_gather[group] = at
+                next_place += 1
+            self.next_gather[group] = next_place
 
     def _may_launch(self, gather: int, gathers: Sequence[int], at: int) -> bool:
         analysis, options = self.analysis, self.options
@@ -345,11 +348,12 @@ class ListScheduler:
         if limit is None:
             return True
         analysis, done = self.analysis, self.done
-        mine = (node, *(need for need in self.needs[node] if not done[need]))
-        most = self.live.now + sum(analysis.own_bytes[i] for i in mine)
+        open_nodes = (node, *(need for need in self.needs[node] if not done[need]))
+        most = self.live.now + sum(analysis.own_bytes[i] for i in open_nodes)
         if most <= limit:
-            there = bisect.bisect_left(analysis.kernels, node)  # the graph's kernels before it
-            most += self._growth(there)
+            # The graph has these kernels before it.
+            kernels_before = bisect.bisect_left(analysis.kernels, node)
+            most += self._growth(kernels_before)
         self.short |= most > limit
         return most <= limit
 
@@ -375,15 +379,15 @@ class ListScheduler:
         best_tail, by_tail, best_send, best_busy = -1.0, False, _NOTHING, 0.0
         soonest = (float("inf"), 0.0)
         waiting, waits_ms, waiting_tail = -1, 0.0, 0.0
-        compute, tails, pending, now = model.compute, self.tail, self.pending, self.now
+        compute, tails, pending, clock_ms = model.compute, self.tail, self.pending, self.now
         sends, end = analysis.sends, self.end
-        busy_ms = {group: end[i] - now for group, i in self.last.items()}
+        busy_ms = {group: end[i] - clock_ms for group, i in self.last.items()}
         for number in self.ready:
             if before[number] > (reach if best < 0 else near):
                 break
             kernel = kernels[number]
             tail = tails[kernel]
-            if now + tail > self.at_most_ms:  # no order ends before this path does
+            if clock_ms + tail > self.at_most_ms:  # no order ends before this path does
                 self.lost = True
             send = sends[kernel]
             busy = busy_ms.get(send[1], 0.0)
@@ -408,7 +412,9 @@ class ListScheduler:
             # The step ends later with the best kernel first than with a wait for the longest path.
             held_ms = waits_ms + max(waiting_tail, best_tail, self.left.kernels_ms)
             if waiting >= 0 and model.ms[kernels[best]] + waiting_tail > held_ms:
-                return self._fitting(waiting, waits_ms, near, capped)
+                self.delayed = True
+                if options.hold:
+                    return self._fitting(waiting, waits_ms, near, capped)
             if by_tail:
                 self.farthest = max(self.farthest, before[best] - before[self.head])
             return best
@@ -449,8 +455,8 @@ class ListScheduler:
         while self.next_filler < len(fillers) and self.done[fillers[self.next_filler]]:
             self.next_filler += 1
         reach = before[self.head] + max(self.options.window, self.options.fill)
-        for at in range(self.next_filler, len(fillers)):
-            i = fillers[at]
+        for place in range(self.next_filler, len(fillers)):
+            i = fillers[place]
             if before[analysis.first_use[i]] > reach:
                 break
             # One at a time: the wait is shorter afterwards, and a start may be ready.
@@ -491,9 +497,9 @@ class ListScheduler:
         if limit is None or self.live.now + self.analysis.adds[kernel] + (growth or 0) <= limit:
             return True
         # ``growth`` bytes are added afterwards and must have room, too.
-        most, left = self.live.after(self._open_needs(kernel))
+        most, live_after = self.live.after(self._open_needs(kernel))
         if growth is not None:
-            most = max(most, left - self.freed_by_waits + growth)
+            most = max(most, live_after - self.freed_by_waits + growth)
         self.short |= most > limit
         return most <= limit
 

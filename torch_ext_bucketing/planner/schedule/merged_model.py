@@ -10,25 +10,25 @@ nodes that merging leaves of each bucket::
 
 A gather bucket stands where its first member stood, after the inputs of the later members; a
 reduction where its last member stood. Other nodes keep their order as far as dependencies allow.
-Packing reads the members' inputs and writes the buffer. Gathered members are copied out of the
-buffer, reduced members are views of it. Times come from :mod:`.cost`; a fused kernel that computes
-a reduced member writes it into the buffer, and elementwise operators read a gathered member in the
-buffer (:func:`.with_packed`). Other copies out of a gather's buffer are kernels of their own, and
-all count so in times. Torch 2.11 packs a gather with one operator, so its times differ a little.
+Packing, what it reads, and copies out of the buffer are those of the bucket's :class:`.Layout`, and
+times come from :mod:`.cost`. A fused kernel that computes a reduced member writes it into the
+buffer, and elementwise operators read a gathered member in the buffer (:func:`.with_packed`). Other
+copies out of a gather's buffer are kernels of their own, and all count so in times. Torch 2.11
+packs a gather with one operator, so its times differ a little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
 
-from ...bucketing.pack import packed_values
 from ...bucketing.plan import Bucket
+from ...graph.layout import Layout, Packing
 from ...graph.liveness import with_packed
-from ...graph.nodes import Kind, group_size
+from ...graph.nodes import Kind
 from ..cost.cost import Costs
 from .model import Model, ModelEdit, Row
 
@@ -59,11 +59,11 @@ def merged_model(
     order = _Sorted(model, merged).order()
     if order is None:
         return None
-    made, graph = _BucketEdit(model, merged, costs, place).model(order), model.graph
+    edited, graph = _BucketEdit(model, merged, costs, place).model(order), model.graph
     if graph.fused is None:
-        return made
-    known = made.dependencies, made.members, graph.liveness.of_node, graph.fused
-    return replace(made, liveness=with_packed(made.liveness, *known))
+        return edited
+    facts = edited.dependencies, edited.members, graph.liveness.of_node, graph.fused
+    return replace(edited, liveness=with_packed(edited.liveness, *facts))
 
 
 @dataclass
@@ -74,10 +74,20 @@ class _Merged:
     starts: list[int]
     waits: list[int]
     rank_order: bool = False
+    layout: Layout = field(init=False)
+    buffer: int = -1  # the storage of the results
+
+    def __post_init__(self) -> None:
+        self.layout = Layout.of(self.bucket.members)
 
     @property
     def kind(self) -> Kind:
         return self.bucket.kind
+
+    @property
+    def packs(self) -> bool:
+        """Whether anything is packed: a single reduction reads its input where it is."""
+        return self.layout.in_place or len(self.starts) > 1
 
 
 class _Sorted:
@@ -167,38 +177,31 @@ class _BucketEdit:
         self._old, self._merged, self._costs, self._place = model, merged, costs, place
         self._edit = ModelEdit(model)
         self._packs: dict[int, tuple[int, int]] = {}  # old start or wait -> old start, pack
-        self._instead: dict[int, int] = {}  # reduced member's storage -> buffer
+        self._instead: dict[int, int] = {}  # storage of a result that is a view -> buffer
         self._casts = self._merged_casts()
 
     def model(self, order: Iterable[int]) -> Model:
+        size, kept, allocates = self._edit.size, self._edit.kept, self._old.liveness.allocates
         for m in self._merged:
-            if m.kind != "all_gather":  # the results of all members are parts of one storage
-                buffer = self._storage_of(results := self._results(m))
-                self._instead.update(dict.fromkeys(results, buffer))
-                if not self._edit.kept.keys().isdisjoint(results):
-                    self._edit.kept[buffer] = None
+            m.buffer = self._edit.storage(sum(size[s] for i in m.starts for s in allocates[i]))
+            pieces = zip(m.starts, m.layout.pieces, strict=True)
+            views = [s for i, piece in pieces if not piece.copied for s in allocates[i]]
+            self._instead.update(dict.fromkeys(views, m.buffer))
+            if not kept.keys().isdisjoint(views):
+                kept[m.buffer] = None
         for item in order:
             if item >= 0:
                 self._keep(item)
-                continue
-            m = self._merged[~item]
-            inputs = tuple(dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i))))
-            add = self._add_gather if m.kind == "all_gather" else self._add_reduction
-            self._edit.members[add(m, inputs)] = m.bucket.members
+            else:
+                m = self._merged[~item]
+                self._edit.members[self._add(m)] = m.bucket.members
         return self._edit.model()
 
     def _merged_casts(self) -> dict[int, tuple[int, ...]]:
         """Map each cast that packing does to the storages that it reads."""
-        casts = {}
-        for m in self._merged:
-            if m.kind == "all_gather":
-                members = m.bucket.members
-                for member, value in zip(members, packed_values(members), strict=True):
-                    cast = member.all_input_nodes[0]
-                    if cast is not value:
-                        i = self._place[cast]
-                        casts[i] = self._read_by(i)
-        return casts
+        casts = (piece.cast for m in self._merged for piece in m.layout.pieces)
+        places = [self._place[cast] for cast in casts if cast is not None]
+        return {i: self._read_by(i) for i in places}
 
     def _packed(self, start: int) -> tuple[int, ...]:
         """Return the storages that packing reads for a member."""
@@ -208,13 +211,6 @@ class _BucketEdit:
     def _read_by(self, i: int) -> tuple[int, ...]:
         liveness = self._old.liveness
         return tuple(s for s in liveness.touches[i] if s not in liveness.allocates[i])
-
-    def _results(self, m: _Merged) -> list[int]:
-        return [s for i in m.starts for s in self._old.liveness.allocates[i]]
-
-    def _storage_of(self, parts: Iterable[int]) -> int:
-        """Add a storage as large as some others together."""
-        return self._edit.storage(sum(self._edit.size[s] for s in parts))
 
     def _now(self, storages: tuple[int, ...]) -> tuple[int, ...]:
         instead = self._instead
@@ -230,8 +226,8 @@ class _BucketEdit:
         if i in self._casts:  # packing does it
             dropped = {"ms": 0.0, "host": 0.0, "allocates": (), "touches": self._casts[i]}
             changes |= {**dropped, "compute": False, "view": True}
-        elif (now := self._now(touches)) is not touches:
-            changes["touches"] = now
+        elif (replaced := self._now(touches)) is not touches:
+            changes["touches"] = replaced
         self._edit.keep(i, **changes)
 
     def _needed_by_write(self, i: int, j: int) -> int:
@@ -248,54 +244,31 @@ class _BucketEdit:
         reads_it = pack < 0 or not set(live.allocates[start]).isdisjoint(live.touches[i])
         return self._edit.at[j] if reads_it else pack
 
-    def _add_gather(self, m: _Merged, inputs: tuple[int, ...]) -> int:
-        """Add a bucket of gathers and return its start's place."""
-        old, costs, edit, members = self._old, self._costs, self._edit, m.bucket.members
-        gathered = [costs.result_bytes(member) for member in members]
-        packed = sum(map(costs.collective_bytes, members)) - sum(gathered)
-        given, pack_ms = self._packing(m, packed)
-        buffer = self._storage_of(self._results(m))
-        new = (buffer, edit.storage(given))
-        kernel_ms = costs.launch()
-        pack_host = 2 * kernel_ms if pack_ms else 0.0  # one concatenates, one casts and copies
-        needed = self._needed_by(m.starts)
-        pack = edit.add(Row(members[0], needed, new, new + inputs, pack_ms, host=pack_host))
-        ms, group, host = costs.bucket(members), old.group[m.starts[0]], costs.launch(members[0])
-        start = edit.add(Row(members[0], [pack], (), (buffer,), ms, group, host=host))
-        wait = self._add_wait(m, start, (buffer,))
-        for i, w, nbytes in zip(m.starts, m.waits, gathered, strict=True):
-            mine, node, ms = (
-                old.liveness.allocates[i],
-                old.dependencies.nodes[w],
-                costs.copy(nbytes),
-            )
-            copy = edit.add(Row(node, [wait], mine, (buffer, *mine), ms, host=kernel_ms))
-            edit.at[i], edit.at[w] = start, copy
-            self._packs[i] = self._packs[w] = (i, pack)
-        return start
-
-    def _add_reduction(self, m: _Merged, inputs: tuple[int, ...]) -> int:
-        """Add a bucket of reductions and return its start's place."""
-        costs, edit, members = self._costs, self._edit, m.bucket.members
-        first, wait = members[0], self._old.dependencies.nodes[m.waits[0]]
+    def _add(self, m: _Merged) -> int:
+        """Add a bucket and return its start's place."""
+        costs, edit, layout, nodes = self._costs, self._edit, m.layout, self._old.dependencies.nodes
+        first, wait, result = m.bucket.members[0], nodes[m.waits[0]], m.buffer
         group, reduces = self._old.group[m.starts[0]], m.kind == "reduce_scatter"
-        # In rank order a sum follows the all-to-all; for an all-reduce a gather follows the sum.
-        results = self._results(m)
-        result = self._instead[results[0]] if results else edit.storage(0)
-        sent, needs = inputs, self._needed_by(m.starts)
-        if len(members) > 1:
-            moved = sum(map(costs.collective_bytes, members))
-            sent = (edit.storage(moved - sum(map(costs.result_bytes, members))),)
-            pack_ms, host = costs.pack_reductions(members)
-            needs = [edit.add(Row(first, needs, sent, sent + inputs, pack_ms, host=host))]
+        # Storages that the collective reads.
+        sent = tuple(dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i))))
+        needs = self._needed_by(m.starts)
+        if m.packs:
+            nbytes, kernels = self._packing(m)
+            concatenated = edit.storage(nbytes)
+            made = (result, concatenated) if layout.in_place else (concatenated,)
+            pack_ms, pack_host = costs.packing(kernels)
+            needs = [edit.add(Row(first, needs, made, made + sent, pack_ms, host=pack_host))]
+            sent = made[:1]
 
         def launch(needs: list[int], read: tuple[int, ...], made: int, ms: float) -> int:
-            row = Row(first, needs, (made,), (*read, made), ms, group, reduces=reduces)
+            new = () if made in read else (made,)
+            row = Row(first, needs, new, (*read, *new), ms, group, reduces=reduces)
             return edit.add(row._replace(host=costs.launch(first)))
 
+        # In rank order a sum follows the all-to-all; for an all-reduce a gather follows the sum.
         if m.rank_order:
-            (nbytes, ms), *gathers = costs.in_rank_order(members)
-            part = edit.storage(-(-nbytes // group_size(first))) if gathers else result
+            (nbytes, ms), *gathers = costs.in_rank_order(layout)
+            part = edit.storage(-(-nbytes // layout.ranks)) if gathers else result
             buffer = edit.storage(nbytes)
             start = launch(needs, sent, buffer, ms)
             done = self._add_wait(m, start, (*sent, buffer))
@@ -306,11 +279,16 @@ class _BucketEdit:
                 gather, both = launch([done], (part,), result, ms), (part, result)
                 done = edit.add(Row(wait, [gather], (), both, start_of=gather, view=True))
         else:
-            start = launch(needs, sent, result, costs.bucket(members))
-            done = self._add_wait(m, start, (*sent, result))
-        for i, w in zip(m.starts, m.waits, strict=True):
+            start = launch(needs, sent, result, costs.bucket(layout))
+            done = self._add_wait(m, start, tuple(dict.fromkeys((*sent, result))))
+        for i, w, piece in zip(m.starts, m.waits, layout.pieces, strict=True):
             edit.at[i], edit.at[w] = start, done
-            if len(members) > 1:
+            if piece.copied:
+                results = self._old.liveness.allocates[i]
+                ms = costs.copy(costs.result_bytes(piece.start))
+                copy = Row(nodes[w], [done], results, (result, *results), ms, host=costs.launch())
+                edit.at[w] = edit.add(copy)
+            if m.packs:
                 self._packs[i] = self._packs[w] = (i, needs[0])
         return start
 
@@ -319,15 +297,15 @@ class _BucketEdit:
         node = self._old.dependencies.nodes[m.waits[0]]
         return self._edit.add(Row(node, needs, (), touches, start_of=start, view=True))
 
-    def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
-        """Return bytes of a gather bucket's concatenated inputs, and milliseconds of packing."""
+    def _packing(self, m: _Merged) -> tuple[int, Packing]:
+        """Return bytes of a bucket's concatenated inputs, and the kernels that pack them."""
         # Both are 0 if ranks may differ in the inputs, see :mod:`.graph.sizes`.
-        values = packed_values(m.bucket.members)
-        if all(value in self._old.graph.shard_side.nodes for value in values):
-            return 0, 0.0
-        given = sum(map(self._costs.result_bytes, values))
-        return given, self._costs.pack(given, packed)
+        layout, bytes_of = m.layout, self._costs.result_bytes
+        side = self._old.graph.shard_side.nodes
+        if layout.kind == "all_gather" and all(piece.value in side for piece in layout.pieces):
+            return 0, Packing((), 0)
+        return layout.read(bytes_of), layout.packing(bytes_of, bool(self._costs.machine.fuses))
 
     def _needed_by(self, places: Iterable[int]) -> list[int]:
-        needed, at = self._old.needed_values, self._edit.at
-        return [at[j] for i in places for j in needed[i] if at[j] >= 0]
+        needed, new_place = self._old.needed_values, self._edit.at
+        return [new_place[j] for i in places for j in needed[i] if new_place[j] >= 0]

@@ -45,8 +45,8 @@ class Model(NodeTable):
     def largest(self) -> tuple[str, int]:
         """The name of the node that allocates the most bytes in one block, and the bytes."""
         size, nodes = self.liveness.size, self.dependencies.nodes
-        made = ((i, s) for i, new in enumerate(self.liveness.allocates) for s in new)
-        i, s = max(made, key=lambda x: (size[x[1]], -x[0]), default=(-1, -1))
+        allocations = ((i, s) for i, new in enumerate(self.liveness.allocates) for s in new)
+        i, s = max(allocations, key=lambda x: (size[x[1]], -x[0]), default=(-1, -1))
         return (nodes[i].name, size[s]) if i >= 0 else ("", 0)
 
     @cached_property
@@ -54,7 +54,9 @@ class Model(NodeTable):
         """The most bytes that a collective reads and writes."""
         size = self.liveness.size
         touched = zip(self.group, self.liveness.touches, strict=True)
-        return max((sum(map(size.__getitem__, mine)) for g, mine in touched if g), default=0)
+        return max(
+            (sum(map(size.__getitem__, storages)) for g, storages in touched if g), default=0
+        )
 
     @cached_property
     def forced_run(self) -> int:
@@ -89,10 +91,10 @@ class Model(NodeTable):
                 apart.update(new)
             if after[j]:
                 later.update(touched)
-        allocated = {s for mine in live.allocates for s in mine}
-        given = {s for mine in live.touches for s in mine if s not in allocated}
-        there = sum(live.size[s] for s in allocated if s in later and s not in apart)
-        return live.at_start + there - sum(live.size[s] for s in given if s not in later)
+        allocated = {s for storages in live.allocates for s in storages}
+        inputs = {s for storages in live.touches for s in storages if s not in allocated}
+        always_live = sum(live.size[s] for s in allocated if s in later and s not in apart)
+        return live.at_start + always_live - sum(live.size[s] for s in inputs if s not in later)
 
     def _reached(self, i: int, edges: Sequence[Iterable[int]]) -> bytearray:
         reached, stack = bytearray(len(self)), [i]
@@ -108,8 +110,8 @@ class Model(NodeTable):
     def needed_values(self) -> list[list[int]]:
         """The dependencies of each node, without the launch order."""
         return [
-            mine if self.group[i] is None else [j for j in mine if self.group[j] is None]
-            for i, mine in enumerate(self.dependencies.needs)
+            needed if self.group[i] is None else [j for j in needed if self.group[j] is None]
+            for i, needed in enumerate(self.dependencies.needs)
         ]
 
     def without_views(self) -> Model:
@@ -121,15 +123,15 @@ class Model(NodeTable):
         """
         needed_by, live, edit = self.dependencies.needed_by, self.liveness, ModelEdit(self)
         instead: dict[int, list[int]] = {}
-        for i, mine in enumerate(self.needed_values):
-            needs = list(dict.fromkeys(k for j in mine for k in instead.get(j, (edit.at[j],))))
+        for i, needed in enumerate(self.needed_values):
+            needs = list(dict.fromkeys(k for j in needed for k in instead.get(j, (edit.at[j],))))
             users, touched = needed_by[i], set(live.touches[i])
             if (
                 self.view[i]
                 and users
                 and self.start_of[i] < 0
                 and not live.allocates[i]
-                and all(self.group[j] is None for j in (*mine, *users))
+                and all(self.group[j] is None for j in (*needed, *users))
                 and all(touched.issubset(live.touches[j]) for j in users)
             ):
                 instead[i] = needs
@@ -181,16 +183,16 @@ class ModelEdit:
 
     def row(self, i: int) -> Row:
         """Return old node ``i`` as a row that needs its dependencies in the new model."""
-        old, at = self._old, self.at
+        old, new_place = self._old, self.at
         start = old.start_of[i]
         return Row(
             old.dependencies.nodes[i],
-            [at[j] for j in old.needed_values[i] if at[j] >= 0],
+            [new_place[j] for j in old.needed_values[i] if new_place[j] >= 0],
             old.liveness.allocates[i],
             old.liveness.touches[i],
             old.ms[i],
             old.group[i],
-            at[start] if start >= 0 else -1,
+            new_place[start] if start >= 0 else -1,
             old.compute[i],
             old.reduces[i],
             old.view[i],
@@ -219,9 +221,9 @@ class ModelEdit:
         """Return the new model. Collectives of one group and kind launch in the order of rows."""
         rows = self._rows
         columns_of = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
-        nodes, given, allocates, touches, *rest = map(list, columns_of)
+        nodes, needed, allocates, touches, *rest = map(list, columns_of)
         columns: dict[str, Any] = dict(zip(Row._fields[4:], rest, strict=True))
-        needs = list(map(set, given))
+        needs = list(map(set, needed))
         last: dict[tuple[str, Kind], int] = {}
         for i, row in enumerate(rows):
             kind = None if row.group is None else kind_of(row.node)

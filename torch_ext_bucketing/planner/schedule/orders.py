@@ -131,8 +131,8 @@ def schedule_within(
     if best is None or best.timeline.step_ms > at_most_ms:
         return None
     report = orders.report(best)
-    made = min((t for t in orders.tries if t.free is not None), key=_rank, default=None)
-    sort = None if made is None or made.free is None else made.free.sort
+    fastest = min((t for t in orders.tries if t.free is not None), key=_rank, default=None)
+    sort = None if fastest is None or fastest.free is None else fastest.free.sort
     report = replace(report, seconds=time.perf_counter() - clock)
     return Scheduled(report, best.timeline.order, sort)
 
@@ -151,13 +151,13 @@ class _Orders:
     ) -> None:
         self._model, self._bounds, self._at_most_ms = model, bounds, at_most_ms
         self._quick, self._final, self._bound_ms = quick, final, model.paths.bound_ms
-        given = bounds.case.given
-        self._least = _LeastPeak(model, given, bounds.limit_bytes, least_bytes)
+        graph_order = bounds.case.given
+        self._least = _LeastPeak(model, graph_order, bounds.limit_bytes, least_bytes)
         if not quick:  # the few orders of a quick search are worth making, and show it then
             self._least.prove()
         self._wanted = [c for p in bounds.policies for c in p.candidates(bounds.case, quick)]
         self._passes = list[tuple[ListScheduler, Timeline | None]]()
-        self.tries = [_Try(_GIVEN, given, bounds.misses)]
+        self.tries = [_Try(_GIVEN, graph_order, bounds.misses)]
         # The widest window first: narrower ones that give the same order need no pass.
         sorts = sorted(self._wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
         self._left = {free.sort: (name, free) for name, free in sorts}
@@ -194,13 +194,13 @@ class _Orders:
 
     def _make_sorts(self, like: Options | None, near: bool, at_most_misses: float) -> bool:
         """Make orders of the sorts that may be the best; return False to give up."""
-        left, least = self._left, self._least
-        first = like if like in left else None
-        if self._wanted and left and self.tries[0].misses and not least.nbytes:
+        untried, least = self._left, self._least
+        first = like if like in untried else None
+        if self._wanted and untried and self.tries[0].misses and not least.nbytes:
             # Two orders may show that the bound is out of reach. Others then ignore it.
-            probed = first or next(iter(left))
-            name_and_options = left[probed]
-            lean = min(left, key=lambda sort: (sort.window, sort.depth, sort.deadlines))
+            probed = first or next(iter(untried))
+            name_and_options = untried[probed]
+            lean = min(untried, key=lambda sort: (sort.window, sort.depth, sort.deadlines))
             if at_most_misses < math.inf:
                 self._make_each([lean])
                 if min(t.misses for t in self.tries) > at_most_misses + FAR_ABOVE:
@@ -209,12 +209,12 @@ class _Orders:
             if least.beats(self._best):
                 self._make_each([lean])
             if least.nbytes:
-                left[probed] = name_and_options
+                untried[probed] = name_and_options
         if first is not None:
             # Climb: each round makes the orders next to the best one so far.
             self._make_each([first])
-            windows = sorted({sort.window for sort in left} | {first.window})
-            while near and (close := [s for s in left if s.next_to(first, windows)]):
+            windows = sorted({sort.window for sort in untried} | {first.window})
+            while near and (close := [s for s in untried if s.next_to(first, windows)]):
                 self._make_each(close)
                 first = self._best.free.sort if self._best.free is not None else first
         if near or first is None:
@@ -223,7 +223,7 @@ class _Orders:
                 return False
             unchanged = best.free is None and best.timeline.step_ms <= self._at_most_ms
             if first is None or least.beats(best) or unchanged:
-                self._make_each([*left])
+                self._make_each([*untried])
         return True
 
     def _make_each(self, sorts: Iterable[Options]) -> None:
@@ -231,9 +231,9 @@ class _Orders:
             options = self._bounds.ask(free)
             if self._bounds.unbounded:
                 options = replace(options, limit_bytes=self._bounds.limit_bytes)
-            made = self._make(name, self._least.allowed(options), free)
-            if made is not None:
-                self.tries.append(made)
+            tried = self._make(name, self._least.allowed(options), free)
+            if tried is not None:
+                self.tries.append(tried)
 
     def _make(self, name: str, options: Options, free: Options) -> _Try | None:
         """Make an order, unless it can't be better than the best one so far."""
@@ -242,11 +242,11 @@ class _Orders:
             return None
         if any(p.as_with(options) for p, _ in self._passes):
             return None
-        made = ListScheduler(self._model, options, useful_ms)
-        order = made.run()
-        timeline = None if order is None else Timeline.of(self._model, order, made.streams)
-        self._passes.append((made, timeline))
-        self._least.learn(made)
+        scheduler = ListScheduler(self._model, options, useful_ms)
+        order = scheduler.run()
+        timeline = None if order is None else Timeline.of(self._model, order, scheduler.streams)
+        self._passes.append((scheduler, timeline))
+        self._least.learn(scheduler)
         if timeline is None:
             return None
         return _Try(name, timeline, self._bounds.misses, options, free)
@@ -263,14 +263,16 @@ class _Orders:
         return min(self._at_most_ms, (1.0 if self._final else WORTH) * best.timeline.step_ms)
 
     def _tightened(self) -> list[_Try]:
-        """Make the fastest order that misses a bound again, with tighter limits on memory."""
-        misses = self._least.beats
+        """Make the fastest orders that miss a bound again, with tighter limits on memory."""
+        # Holding kernels back matters more under a limit, so the fastest of either sort may win.
+        misses, attempts = self._least.beats, list[_Try]()
         kept = min((t.timeline.step_ms for t in self.tries if not misses(t)), default=math.inf)
-        missing = [t for t in self.tries if t.options is not None and misses(t)]
-        fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
-        if fast is None or fast.timeline.step_ms >= WORTH * kept:
-            return []
-        return self._with_less_memory(fast, kept)
+        for hold in (True, False):
+            missing = [t for t in self.tries if t.options and t.options.hold is hold and misses(t)]
+            fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+            if fast is not None and fast.timeline.step_ms < WORTH * kept:
+                attempts += self._with_less_memory(fast, kept)
+        return attempts
 
     def _with_less_memory(self, fast: _Try, kept: float) -> list[_Try]:
         """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""
@@ -286,16 +288,16 @@ class _Orders:
         for _ in range(_QUICK_TIGHTER if self._quick else _TIGHTER):
             options = replace(fast.options, limit_bytes=bound - lower)
             name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
-            made = self._make(name, options, fast.free)
+            attempt = self._make(name, options, fast.free)
             lower *= 2
-            if made is None:
+            if attempt is None:
                 continue
-            attempts.append(made)
-            if made.timeline.peak_bytes == peak:
+            attempts.append(attempt)
+            if attempt.timeline.peak_bytes == peak:
                 lower *= 2
-            peak = made.timeline.peak_bytes
-            kept_now = not self._least.beats(made)
-            if kept_now or made.timeline.step_ms >= WORTH * kept or lower >= bound:
+            peak = attempt.timeline.peak_bytes
+            kept_now = not self._least.beats(attempt)
+            if kept_now or attempt.timeline.step_ms >= WORTH * kept or lower >= bound:
                 break
         return attempts
 
@@ -305,8 +307,8 @@ class _Orders:
         if self._least.beats(best) and any(model.host):
             # Where the host is slow nothing waits, and updates are not placed to fill a wait.
             alone = replace(model, host=[0.0] * len(model))
-            given = self._bounds.policies, reference
-            order = schedule_model(alone, *given, like=like, final=False).order
+            arguments = self._bounds.policies, reference
+            order = schedule_model(alone, *arguments, like=like, final=False).order
             timeline = Timeline.of(model, order)
             best = min(best, _Try(_ALONE, timeline, self._bounds.misses), key=_rank)
             self.tries.append(best)
@@ -318,7 +320,7 @@ class _Orders:
     def report(self, best: _Try) -> ScheduleReport:
         """Report the order that was chosen."""
         model, case, reached = self._model, self._bounds.case, best.timeline
-        given, policies, hints = case.given, self._bounds.policies, model.graph.hints
+        graph_order, policies, hints = case.given, self._bounds.policies, model.graph.hints
         reports = tuple(p.report(case, reached) for p in policies)
         groups: dict[str, float] = {}
         for group, ms in zip(model.group, model.ms, strict=True):
@@ -326,16 +328,16 @@ class _Orders:
                 groups[group] = groups.get(group, 0.0) + ms
         return ScheduleReport(
             policies=tuple(map(repr, policies)),
-            step_ms=(given.step_ms, reached.step_ms),
+            step_ms=(graph_order.step_ms, reached.step_ms),
             # Sums of the host's launches in another order may differ in the last bit.
             bound_ms=min(self._bound_ms, reached.step_ms),
             compute_ms=reached.compute_ms,
             host_ms=sum(model.host),
             group_ms=tuple(sorted(groups.items())),
-            exposed_ms=(given.exposed_ms, reached.exposed_ms),
-            peak_bytes=(given.peak_bytes, reached.peak_bytes),
+            exposed_ms=(graph_order.exposed_ms, reached.exposed_ms),
+            peak_bytes=(graph_order.peak_bytes, reached.peak_bytes),
             reference_bytes=case.reference_bytes,
-            longest_run=(given.longest_run, reached.longest_run),
+            longest_run=(graph_order.longest_run, reached.longest_run),
             bounds=reports,
             misses=best.misses,
             least_misses=self._least.misses,
@@ -377,14 +379,18 @@ class _LeastPeak:
 
     def learn(self, made: ListScheduler) -> None:
         """Take note of the peak of an order, or of the part that was made."""
-        given, options = self._given, made.options
-        if self._bound < made.peak_bytes == given.peak_bytes and made.peak_at == self._at:
+        graph_order, options = self._given, made.options
+        if self._bound < made.peak_bytes == graph_order.peak_bytes and made.peak_at == self._at:
             lean = not (options.window or options.depth)
             self._shown.update({lean} if lean or options.window else ())
         # All three take kernels in the order of the graph where memory is short, so the order by
         # longest paths may not have a lower peak either.
-        if len(self._shown) == 2 and not self.nbytes and self._plain_bytes >= given.peak_bytes:
-            self._set(given.peak_bytes)
+        if (
+            len(self._shown) == 2
+            and not self.nbytes
+            and self._plain_bytes >= graph_order.peak_bytes
+        ):
+            self._set(graph_order.peak_bytes)
 
     def _set(self, nbytes: int) -> None:
         self.nbytes, self.misses = nbytes, (nbytes - self._bound) / max(1, self._bound)
@@ -423,9 +429,11 @@ def _with_slack(
     )
     for options in (best.options, best.options.tightened(limit_bytes=most)):
         line = Timeline.of(model, list_schedule(slower, options))
-        made = _Try(f"{best.name}, with slack", line, misses, options, best.free)
+        with_slack = _Try(f"{best.name}, with slack", line, misses, options, best.free)
         gains = step_ms(slower, line.order) < step_ms(slower, best.timeline.order)
         as_short = line.step_ms <= ROUNDING * best.timeline.step_ms and line.peak_bytes <= most
-        if _rank(made) < _rank(best) or (gains and as_short and made.misses <= best.misses):
-            return made
+        if _rank(with_slack) < _rank(best) or (
+            gains and as_short and with_slack.misses <= best.misses
+        ):
+            return with_slack
     return best

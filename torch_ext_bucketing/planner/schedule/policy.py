@@ -28,6 +28,7 @@ for example, bounds the number of collectives in flight::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -55,6 +56,9 @@ class Options:
     depth: int = 1
     max_prefetch: int = 100  # compute nodes that a gather may be ahead of its use
     deadlines: bool = True  # whether gathers may launch earlier for their stream to end in time
+    # Whether a kernel is held back while one with a longer path waits, if the path would be
+    # delayed.
+    hold: bool = True
     max_run: int | None = None  # most compute nodes between two reduce-scatters; None: no bound
     # The place of the kernel to launch a gather right before, by the gather's place.
     under: Mapping[int, int] = field(default_factory=dict, hash=False)
@@ -83,8 +87,8 @@ class Options:
 
 
 def _tighter(one: int | None, other: int | None) -> int | None:
-    given = [bound for bound in (one, other) if bound is not None]
-    return min(given, default=None)
+    bounds = [bound for bound in (one, other) if bound is not None]
+    return min(bounds, default=None)
 
 
 def at_least(bound: int | None, other: int | None) -> bool:
@@ -155,9 +159,9 @@ class Policy:
 
 def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
     """Return one policy or several as a tuple, of different classes."""
-    given = tuple(policy) if isinstance(policy, Iterable) else (policy,)
+    policies = tuple(policy) if isinstance(policy, Iterable) else (policy,)
     by_class: dict[type, Policy] = {}
-    for p in given:
+    for p in policies:
         if not isinstance(p, Policy):
             raise TypeError(
                 f"{p!r} is not a policy: give Overlap, MaxComputeRun, PeakMemory or other Policy "
@@ -166,7 +170,7 @@ def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
         if type(p) in by_class:
             raise ValueError(f"two {type(p).__name__} policies: {by_class[type(p)]!r} and {p!r}")
         by_class[type(p)] = p
-    return given
+    return policies
 
 
 _DEFAULT_RATIO = 1.02
@@ -184,9 +188,9 @@ class Bounds:
         self, model: Model, policy: Policy | Iterable[Policy], reference_bytes: int | None
     ) -> None:
         self.policies = policies = policies_of(policy)
-        given = Timeline.of(model)
-        reference = given.peak_bytes if reference_bytes is None else reference_bytes
-        self.case = case = Case(model, given, reference)
+        graph_order = Timeline.of(model)
+        reference = graph_order.peak_bytes if reference_bytes is None else reference_bytes
+        self.case = case = Case(model, graph_order, reference)
         limit = self.ask(Options()).limit_bytes
         self.unbounded = limit is None
         if limit is None:
@@ -213,13 +217,13 @@ class Bounds:
     @property
     def least_above(self) -> float:
         """A lower bound of :meth:`above` of any order's peak."""
-        given = self.case.given
-        if given.peak_bytes <= self.limit_bytes:
+        graph_order = self.case.given
+        if graph_order.peak_bytes <= self.limit_bytes:
             return 0.0
-        if not given.order:
-            return self.above(given.peak_bytes)
-        at = given.order[given.live.index(given.peak_bytes)]
-        return self.above(self.case.model.least_bytes_at(at))
+        if not graph_order.order:
+            return self.above(graph_order.peak_bytes)
+        peak_place = graph_order.order[graph_order.live.index(graph_order.peak_bytes)]
+        return self.above(self.case.model.least_bytes_at(peak_place))
 
 
 _WINDOWS = (0, 8, 16, 40, 100)
@@ -259,22 +263,24 @@ class Overlap(Policy):
     def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
         """Yield windows up to :attr:`window`, depths up to twice :attr:`depth`, and deadlines."""
         under, _ = self._launch_places(case.model)
-        given = _QUICK_WINDOWS if quick else _WINDOWS
-        windows = tuple(dict.fromkeys(min(w, self.window) for w in given))
+        sizes = _QUICK_WINDOWS if quick else _WINDOWS
+        windows = tuple(dict.fromkeys(min(w, self.window) for w in sizes))
         choices = [(w, self.depth, True) for w in windows]
         if not quick:  # twice the depth, and gathers by their deadline alone
             choices += [(w, 2 * self.depth, True) for w in windows if self.depth]
             choices += [(w, 0, True) for w in windows[:1] if self.depth]
         choices += [(w, self.depth, False) for w in windows[:1]]
-        for window, depth, deadlines in choices:
+        for (window, depth, deadlines), hold in itertools.product(choices, (True, False)):
             yield (
-                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",
+                f"window {window}, depth {depth}{', by deadline' if deadlines else ''}"
+                f"{'' if hold else ', no kernel held back'}",
                 Options(
                     window=window,
                     fill=self.window,
                     depth=depth,
                     max_prefetch=self.max_prefetch,
                     deadlines=deadlines,
+                    hold=hold,
                     under=under,
                 ),
             )
@@ -305,15 +311,15 @@ class Overlap(Policy):
         }
         places, notes = {}, []
         for name, other in self.prefetch_under.items():
-            mine = [i for i, fqns in gathers.items() if _covers(name, fqns)]
-            theirs = [uses[i] for i, fqns in gathers.items() if _covers(other, fqns)]
-            if not mine or not theirs:
-                missing = name if not mine else other
+            covered = [i for i, fqns in gathers.items() if _covers(name, fqns)]
+            other_uses = [uses[i] for i, fqns in gathers.items() if _covers(other, fqns)]
+            if not covered or not other_uses:
+                missing = name if not covered else other
                 notes.append(f"prefetch_under: no gather in this graph serves {missing}")
                 continue
-            for i in mine:
-                if min(theirs) < uses[i]:
-                    places[i] = min(theirs)
+            for i in covered:
+                if min(other_uses) < uses[i]:
+                    places[i] = min(other_uses)
                 else:
                     notes.append(f"prefetch_under: {name} is used before {other} in this graph")
         return places, notes
@@ -362,11 +368,11 @@ class MaxComputeRun(Policy):
             else "no order was found that keeps it within the memory bound"
         )
         runs = compute_runs(case.model, timeline.order)
-        at = next(i for i, run in runs if run == timeline.longest_run)
+        end = next(i for i, run in runs if run == timeline.longest_run)
         warning = (
             f"MaxComputeRun({most}): {timeline.longest_run} compute nodes in a row before "
-            f"{case.model.dependencies.nodes[at].name}; {why}. Smaller reduce-scatter buckets make "
-            "shorter runs."
+            f"{case.model.dependencies.nodes[end].name}; {why}. Smaller reduce-scatter buckets "
+            "make shorter runs."
         )
         return replace(kept, warning=warning)
 
@@ -400,12 +406,12 @@ class PeakMemory(Policy):
     host_gib: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        given = [v for v in (self.gib, self.ratio) if v is not None]
-        if len(given) != 1:
+        sizes = [v for v in (self.gib, self.ratio) if v is not None]
+        if len(sizes) != 1:
             raise ValueError(
                 f"give either gib or ratio, got gib={self.gib!r} and ratio={self.ratio!r}"
             )
-        for bound in (*given, *([] if self.host_gib is None else [self.host_gib])):
+        for bound in (*sizes, *([] if self.host_gib is None else [self.host_gib])):
             number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
             if not number or not 0 < bound < float("inf"):
                 raise ValueError(f"the bound must be a positive number, got {bound!r}")
@@ -439,12 +445,14 @@ class PeakMemory(Policy):
             large = "" if self.gib is None else _large(*case.model.largest, limit)
             return PeakReport(repr(self), warning=large, limit_bytes=limit)
         nodes = case.model.dependencies.nodes
-        at = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
-        where = nodes[timeline.order[at]].name if timeline.live else "the inputs"
-        reached, bound, given = sizes_text(timeline.peak_bytes, limit, case.model.liveness.at_start)
+        peak_place = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
+        where = nodes[timeline.order[peak_place]].name if timeline.live else "the inputs"
+        reached, bound, inputs = sizes_text(
+            timeline.peak_bytes, limit, case.model.liveness.at_start
+        )
         warning = (
             f"PeakMemory: {reached} live at {where}, above the bound of {bound}; inputs, saved "
-            f"values and constants are {given} of it, and no order tried needs less. Smaller "
+            f"values and constants are {inputs} of it, and no order tried needs less. Smaller "
             "buckets and more recomputation need less."
         )
         return PeakReport(repr(self), warning=warning, limit_bytes=limit)
@@ -464,6 +472,6 @@ def _large(name: str, nbytes: int, limit: int) -> str:
 
 def within(policies: Sequence[Policy], limit_bytes: int, reference: int) -> tuple[Policy, ...]:
     """Return ``policies`` with a bound on memory, or their own one if that is tighter."""
-    own = [p.limit_bytes(reference) for p in policies if isinstance(p, PeakMemory)]
-    bound = PeakMemory(gib=max(1, min([limit_bytes, *own])) / _GIB)
+    limits = [p.limit_bytes(reference) for p in policies if isinstance(p, PeakMemory)]
+    bound = PeakMemory(gib=max(1, min([limit_bytes, *limits])) / _GIB)
     return (*(p for p in policies if not isinstance(p, PeakMemory)), bound)

@@ -57,26 +57,26 @@ class Streams:
     def run(self, i: int) -> float:
         """Run node ``i`` after the nodes that it needs; return :attr:`now`."""
         # This runs for each node of each order, so it calls nothing for a kernel.
-        now, launched = self.now, self._launched + self._host[i]
+        clock_ms, launched = self.now, self._launched + self._host[i]
         self._launched = launched
-        if launched > now:
-            now = launched
+        if launched > clock_ms:
+            clock_ms = launched
         group = self._group[i]
         if group is not None:
-            self.now = now
+            self.now = clock_ms
             level = self._level.get(group)
             if level is not None:
-                level.launch(i, group, now, self._ms[i])
+                level.launch(i, group, clock_ms, self._ms[i])
             else:
-                begin = self.begin[i] = max(now, self._free.get(group, 0.0))
+                begin = self.begin[i] = max(clock_ms, self._free.get(group, 0.0))
                 self.end[i] = self._free[group] = begin + self._ms[i]
-            return now
+            return clock_ms
         start = self._start_of[i]
-        if start >= 0 and self.end[start] > now:
-            now = self.end[start]
-        self.begin[i] = now
-        self.now = self.end[i] = now = now + self._ms[i]
-        return now
+        if start >= 0 and self.end[start] > clock_ms:
+            clock_ms = self.end[start]
+        self.begin[i] = clock_ms
+        self.now = self.end[i] = clock_ms = clock_ms + self._ms[i]
+        return clock_ms
 
     def would_end(self, i: int) -> float:
         """Return the end of collective ``i`` if it launched now and no other one after."""
@@ -116,8 +116,8 @@ class _Level:
         queue = self._queues.get(group)
         begin = self._end[int(queue[-1][0])] if queue else now
         # Each other group takes as much time as this collective, or as long as it is busy.
-        others = (sum(left for _, left in q) for g, q in self._queues.items() if g != group)
-        return begin + ms + sum(min(ms, left) for left in others)
+        others = (sum(ms_left for _, ms_left in q) for g, q in self._queues.items() if g != group)
+        return begin + ms + sum(min(ms, ms_left) for ms_left in others)
 
     def _run(self, queues: Mapping[str, deque[list[float]]], clock: float, until: float) -> float:
         """Advance ``queues``, and return the time reached: ``until`` if that is finite."""
@@ -221,12 +221,12 @@ def rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | N
 
 def optimizer_ms(model: Model, order: Sequence[int]) -> tuple[float, float, float] | None:
     """Compute :attr:`.ScheduleReport.optimizer_ms`."""
-    mine = [i for i, node in enumerate(model.dependencies.nodes) if noted(node, OPTIMIZER)]
-    if not mine:
+    places = [i for i, node in enumerate(model.dependencies.nodes) if noted(node, OPTIMIZER)]
+    if not places:
         return None
     ms, host = list(model.ms), list(model.host)
-    for i in mine:
+    for i in places:
         ms[i] = host[i] = 0.0
     added = step_ms(model, order) - step_ms(replace(model, ms=ms, host=host), order)
-    kernels = sum(model.ms[i] for i in mine if model.group[i] is None)
-    return added, kernels, sum(model.ms[i] for i in mine if model.group[i] is not None)
+    kernels = sum(model.ms[i] for i in places if model.group[i] is None)
+    return added, kernels, sum(model.ms[i] for i in places if model.group[i] is not None)

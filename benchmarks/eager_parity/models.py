@@ -247,7 +247,7 @@ class Reuse(ParityModel):
             self.head.weight = self.embed.weight
 
 
-# --- models whose activations are read by several units --------------------------------------------
+# --- models whose activations are read by several units -------------------------------------------
 
 # Eager FSDP2 adds the gradients of what they read by unit.
 

@@ -138,7 +138,7 @@ def train(
     forward: Any = contextlib.nullcontext,
     first: int = 0,
 ) -> Iterator[str]:
-    """Train without end; yield a hash of the weights after each step. ``forward()`` is a context."""
+    """Train without end; yield each step's hash of the weights. ``forward()`` is a context."""
     optimizer = optimizer or adamw(model)
     for step in itertools.count(first):
         with forward():
@@ -221,7 +221,7 @@ def two_models(way: Way) -> Iterator[str]:
 
 
 def max_autotune(way: Way) -> Iterator[str]:
-    """Compile with ``mode="max-autotune-no-cudagraphs"``, Inductor on the kernels that eager runs."""
+    """Compile with ``mode="max-autotune-no-cudagraphs"``, Inductor on eager kernels."""
     model = way.shard(Small())
     run = way.compile(model, "inductor", mode="max-autotune-no-cudagraphs")
     steps = train(run, model)
@@ -232,7 +232,7 @@ def max_autotune(way: Way) -> Iterator[str]:
 
 
 def resume(way: Way, fewer: bool = False) -> Iterator[str]:
-    """Train two steps the other way, save, and go on from there, on all ranks or on the first two."""
+    """Train two steps the other way, save, and go on from there, on all or the first two ranks."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     mesh = way.submesh if fewer else way.mesh

@@ -360,7 +360,7 @@ class Runs:
         return model
 
     def passes(self, model: nn.Module, eager: nn.Module) -> list[teb.GraphPass]:
-        """Return the recipe; it gathers all again but the root's own parameters, as eager FSDP2 does."""
+        """Return the recipe; it gathers all again but the root's parameters, as eager FSDP2."""
         units = self.units(model)
         if self.row.memory:
             bound = teb.PeakMemory(ratio=self.row.memory)
@@ -426,14 +426,14 @@ class Runs:
         return self.loss_function()(forward, *self.batch(number))
 
     def loss_function(self) -> Callable[..., torch.Tensor]:
-        """Return what computes the loss from the model, or what is called in its place, and a batch."""
+        """Return a function that computes the loss of the model, or its stand-in, and a batch."""
         scale = self.scale
         return lambda forward, *batch: forward(*batch) * scale
 
     def train(
         self, model: nn.Module, step: Step, stop_unlike: Sequence[str] | None = None
     ) -> TrainingRecord:
-        """Train all steps, or those to the first after which weights differ from ``stop_unlike``."""
+        """Train all steps, or to the first after which weights differ from ``stop_unlike``."""
         again = self.row.graphs > 1 or self.row.regional
         return train(model, step, self.steps, recompiles=again, stop_unlike=stop_unlike)
 

@@ -38,7 +38,7 @@ def nccl_environment(rank: int, ranks: int, devices: int) -> dict[str, str]:
 
 
 def start(rank: Rank, backend_name: str) -> torch.device:
-    """Join the process group, ``"nccl"`` or ``"gloo"``; return the rank's device, the current one."""
+    """Join the process group, ``"nccl"`` or ``"gloo"``; return the current device."""
     torch.set_num_threads(1)
     # A graph from a cache has not been through the passes.
     inductor_config.fx_graph_cache = False

@@ -1,4 +1,4 @@
-"""Divide live bytes among their purposes, and draw timelines as a picture or a trace.
+"""Divide live bytes among their purposes, for pages, and write timelines as a trace.
 
 Each storage has one part, by the nodes that make and read it::
 
@@ -11,8 +11,7 @@ Each storage has one part, by the nodes that make and read it::
 
 A collective in no bucket has no pack: its result is ``gathered``, or gradients.
 
-Pictures need matplotlib. Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show the
-trace.
+Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show the trace.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from ..._torch.aot import from_forward
 from ...fsdp.rank_order import SUM
 from ...fsdp.tagging import FqnOf, gradients_of, named_inputs
 from ...graph.analysis import GraphAnalysis
+from ...graph.layout import fills_buffer
 from ...graph.liveness import Storages, beside_bytes
 from ...graph.nodes import (
     COLLECTIVES,
-    HOST_STREAMS,
     collective_kind,
     host_stream,
     is_bucket,
@@ -48,7 +46,6 @@ from ...graph.sizes import SizeHints
 from ...graph.values import CONSTANTS, SCALES, is_move
 from ...passes.base import Compilation
 from ...reports.compile import CompileReport
-from ...reports.planner import BlockBytes, KeepReport
 from ..cost.machine import Machine
 from .model import Model, model_of
 from .timeline import Timeline
@@ -102,8 +99,8 @@ class Parts:
             for s in live.of_node[start.all_input_nodes[0]]:
                 of_storage[s] = "buckets"
         rest = "workspace" if analysis.stage == "backward" else "activations"
-        for s, found in enumerate(of_storage):
-            of_storage[s] = found or (rest if s in live.kept else "workspace")
+        for s, part_of_storage in enumerate(of_storage):
+            of_storage[s] = part_of_storage or (rest if s in live.kept else "workspace")
         beside = beside_bytes(analysis.graph)
         outside = {"parameters": analysis.external_live_bytes - beside, "workspace": beside}
         return Parts(of_storage, {n.name: p for n, p in part.items()}, outside)
@@ -113,13 +110,13 @@ class Parts:
 
         They add up to :meth:`.Storages.profile`.
         """
-        profiles, made = {}, set(itertools.chain.from_iterable(live.allocates))
+        profiles, allocated = {}, set(itertools.chain.from_iterable(live.allocates))
         for part in PARTS:
-            mine = zip(live.size, self.of_storage, strict=True)
-            size = [nbytes if of == part else 0 for nbytes, of in mine]
-            given = sum(nbytes for s, nbytes in enumerate(size) if s not in made)
-            given += self.beside.get(part, 0)
-            profiles[part] = replace(live, size=size, at_start=given).profile(order)
+            storages = zip(live.size, self.of_storage, strict=True)
+            size = [nbytes if storage_part == part else 0 for nbytes, storage_part in storages]
+            at_start = sum(nbytes for s, nbytes in enumerate(size) if s not in allocated)
+            at_start += self.beside.get(part, 0)
+            profiles[part] = replace(live, size=size, at_start=at_start).profile(order)
         return profiles
 
 
@@ -129,21 +126,21 @@ def _parts_of_nodes(
     graph, part = analysis.graph, dict[fx.Node, str]()
     parameters = set(named_inputs(graph, fqn_of).values())
     for node in analysis.nodes:
-        given = {part.get(n) for n in node.all_input_nodes if n.target not in CONSTANTS}
+        input_parts = {part.get(n) for n in node.all_input_nodes if n.target not in CONSTANTS}
         if node.op == "placeholder":
             other = saved.get(node.name, "activations")
             part[node] = "parameters" if node in parameters else other
         elif replaced_kind(node) == "all_gather":
             if tag_of(node) is not None:
                 part[node] = "gathered"
-        elif given and given <= {"parameters", "gathered"} and is_move(node):
+        elif input_parts and input_parts <= {"parameters", "gathered"} and is_move(node):
             part[node] = "gathered"
         elif analysis.stage == "backward" and from_forward(node):
             part[node] = "activations"
-    gathers = [n for n, found in part.items() if found == "gathered" and is_collective(n)]
+    gathers = [n for n, node_part in part.items() if node_part == "gathered" and is_collective(n)]
     fills = _back(
         [n for start in gathers for n in start.all_input_nodes],
-        lambda node: is_move(node) or node.target is torch.ops.aten.copy_.default,
+        fills_buffer,
     )
     for node in fills:
         if node.op != "placeholder":
@@ -156,200 +153,19 @@ def _parts_of_nodes(
 
 def _back(nodes: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
     """Collect ``nodes`` and, from each node where ``goes_on`` is true, its inputs in turn."""
-    found, stack = dict[fx.Node, None](), list(nodes)
+    collected, stack = dict[fx.Node, None](), list(nodes)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found[node] = None
+        if node not in collected:
+            collected[node] = None
             stack += node.all_input_nodes if goes_on(node) else ()
-    return found
+    return collected
 
 
 def _keeps_gradient(node: fx.Node) -> bool:
     """Return whether a gradient's bytes or their sum over ranks go through ``node``."""
     scales = node.target in SCALES and len(node.all_input_nodes) == 1
     return is_move(node) or is_collective(node) or scales or node.target is SUM
-
-
-_HOST = "#17becf"
-_COMPUTE, _MEMORY = "#4c72b0", {"before": "#999999", "after": "#c44e52"}
-_OF_KINDS = ("#55a868", "#dd8452", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
-_COLORS = dict(zip(COLLECTIVES, _OF_KINDS, strict=False))
-_COLORS |= {"compute": _COMPUTE, "host": _HOST, "copy": _HOST}
-
-
-def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> None:
-    """Draw one column per graph: its timeline before and after, and the live bytes of both.
-
-    Args:
-        drawn: for each stage one order named ``"before"`` and one named ``"after"``.
-        path: the picture; its suffix is the format.
-        keep: the choice of what stays; its curve is drawn below, beside the blocks' activations.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file can't be written.
-    """
-    figure_of(drawn, keep).savefig(path, dpi=110)
-
-
-def figure_of(drawn: Sequence[Drawn], keep: KeepReport | None = None) -> Any:
-    """Return the ``matplotlib.figure.Figure`` that :func:`plot` writes."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    # Graph breaks make several graphs of one stage.
-    graphs = dict[tuple[int, str], dict[str, Drawn]]()
-    for d in drawn:
-        graphs.setdefault((id(d.report), d.stage), {})[d.version] = d
-    curve = keep is not None and bool(keep.curve)
-    figure = Figure(figsize=(8 * len(graphs), 9.5 if curve else 7))
-    ratios = (1, 1, 1.3, 1.3) if curve else (1, 1, 1.3)
-    axes = figure.subplots(
-        len(ratios), len(graphs), squeeze=False, gridspec_kw={"height_ratios": ratios}
-    )
-    for column, mine in enumerate(graphs.values()):
-        longest = max(d.timeline.step_ms for d in mine.values())
-        unit, size = _unit(max(d.timeline.peak_bytes for d in mine.values()))
-        axis = axes[2][column]
-        for row, version in enumerate(("before", "after")):
-            if version in mine:
-                _draw_timeline(axes[row][column], mine[version])
-                _draw_memory(axis, mine[version], unit, size)
-        for row in range(3):
-            axes[row][column].set_xlim(0, longest * 1.01)
-        axis.set_xlabel("ms")
-        axis.set_ylabel(f"live, {unit}")
-        _legend_above(axis)
-        if curve:
-            axes[3][column].set_visible(False)
-    kinds = [Patch(color=_COMPUTE, label="compute")]
-    kinds += [Patch(color=_COLORS[kind], label=kind.replace("_", "-")) for kind in COLLECTIVES]
-    kinds.append(Patch(color=_HOST, label="host, and copies to or from it"))
-    columns = min(len(kinds), 3 * len(graphs))
-    figure.legend(handles=kinds, loc="upper center", ncol=columns, frameon=False)
-    if keep is not None and keep.blocks and curve and len(graphs) > 1:
-        _draw_blocks(axes[3][1], keep.blocks)
-    marked = [] if keep is None or not curve else _draw_curve(axes[3][0], keep)
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
-    _label(marked)
-    return figure
-
-
-def _legend_above(axis: Any) -> None:
-    """Put the legend above the axes, where it hides nothing."""
-    axis.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncol=3, frameon=False, fontsize=9, borderpad=0.2
-    )
-
-
-def _unit(most: int) -> tuple[str, int]:
-    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
-
-
-def _draw_curve(axis: Any, keep: KeepReport) -> list[tuple[Any, float, float, str]]:
-    """Draw the step and the peak of forward and backward over the bound.
-
-    Returns:
-        The points to label: axes, place, and text.
-    """
-    axis.set_visible(True)
-    unit, size = _unit(keep.bound_bytes)
-    points = sorted(keep.curve)
-    bounds = [bound / size for bound, *_ in points]
-    axis.plot(bounds, [step for _, step, *_ in points], "o-", color=_COMPUTE)
-    axis.set_xlabel(f"bound on the peak, {unit}")
-    axis.set_ylabel("forward and backward, ms", color=_COMPUTE)
-    axis.margins(0.08, 0.2)
-    memory = axis.twinx()
-    memory.plot(bounds, [p / size for *_, p, _ in points], "s--", color=_MEMORY["after"])
-    memory.set_ylabel(f"peak, {unit}", color=_MEMORY["after"])
-    memory.margins(0.08, 0.2)
-    axis.set_title(
-        f"{len(keep.kept)} of {len(keep.units)} units kept under {keep.bound_bytes / size:.2f} "
-        f"{unit}: {keep.step_ms[0]:.2f} -> {keep.step_ms[1]:.2f} ms",
-        loc="left",
-        fontsize=10,
-    )
-    steps = ((axis, b / size, step, f"{count} kept") for b, step, _, count in points)
-    return [*steps, *((memory, b / size, p / size, "") for b, _, p, _ in points)]
-
-
-def _label(points: Sequence[tuple[Any, float, float, str]]) -> None:
-    """Label points where there is room beside other labels and markers, and others not at all."""
-    from matplotlib.transforms import Bbox
-
-    taken, inside = [], 5.0
-    for axis, x, y, _ in points:
-        px, py = axis.transData.transform((x, y))
-        taken.append(Bbox.from_extents(px - inside, py - inside, px + inside, py + inside))
-    for axis, x, y, text in filter(lambda point: point[3], points):
-        for right, up in ((6, 5), (6, -13), (-42, 5), (-42, -13)):
-            made = axis.annotate(
-                text, (x, y), xytext=(right, up), textcoords="offset points", fontsize=8
-            )
-            box = made.get_window_extent()
-            clear = not any(box.overlaps(other) for other in taken)
-            if clear and axis.bbox.containsx(box.x0) and axis.bbox.containsx(box.x1):
-                taken.append(box)
-                break
-            made.remove()
-
-
-def _draw_blocks(axis: Any, blocks: Sequence[BlockBytes]) -> None:
-    """Draw the bytes of each block's activations, by where backward finds them."""
-    unit, size = _unit(max(b.on_device + b.on_host + b.again for b in blocks))
-    places = range(len(blocks))
-    below = [0.0] * len(blocks)
-    for color, label, values in (
-        (_MEMORY["after"], "on the device", [b.on_device / size for b in blocks]),
-        (_HOST, "on the host", [b.on_host / size for b in blocks]),
-        ("#dddddd", "computed again", [b.again / size for b in blocks]),
-    ):
-        axis.bar(places, values, bottom=below, color=color, label=label)
-        below = [one + more for one, more in zip(below, values, strict=True)]
-    axis.set_xticks(places, [b.name for b in blocks], rotation=90, fontsize=6)
-    axis.set_ylabel(f"activations, {unit}")
-    axis.set_visible(True)
-    _legend_above(axis)
-
-
-def _draw_timeline(axis: Any, d: Drawn) -> None:
-    groups = d.groups
-    rows = {row: number for number, row in enumerate(["host", "compute", *groups])}
-    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for row, kind, _, begin, ms in d.bars():
-        bars.setdefault((rows[row], _COLORS[kind]), []).append((begin, ms))
-    for (number, color), spans in bars.items():
-        axis.broken_barh(
-            spans, (number - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3
-        )
-    names = (g if g in HOST_STREAMS else f"group {g}" for g in groups)
-    axis.set_yticks([*rows.values()], ["host", "compute", *names])
-    axis.invert_yaxis()
-    count = sum(g is not None and g not in HOST_STREAMS for g in d.model.group)
-    axis.set_title(
-        f"{d.stage}, {d.version}: {d.timeline.step_ms:.2f} ms, {d.timeline.exposed_ms:.2f} ms of "
-        f"it exposed; {count} collectives",
-        loc="left",
-        fontsize=10,
-    )
-
-
-def _draw_memory(axis: Any, d: Drawn, unit: str, size: int) -> None:
-    timeline = d.timeline
-    kept = [
-        (timeline.begin[i], live)
-        for i, live in zip(timeline.order, timeline.live, strict=True)
-        if d.model.group[i] is None
-    ]
-    axis.step(
-        [t for t, _ in kept],
-        [live / size for _, live in kept],
-        where="post",
-        color=_MEMORY[d.version],
-        label=f"{d.version}: peak {timeline.peak_bytes / size:.2f} {unit}",
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -428,8 +244,8 @@ def label(start: fx.Node, hints: SizeHints | None = None) -> str:
     size = "" if val is None else f" {hints(val.numel()) * val.dtype.itemsize / 2**20:.1f} MiB"
     names = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
     count = f" ({len(fqns)} parameters)" if len(fqns) > 1 else ""
-    known = COLLECTIVES.get(str(collective_kind(start)))
-    kind = host_stream(start) if known is None else known.short
+    collective = COLLECTIVES.get(str(collective_kind(start)))
+    kind = host_stream(start) if collective is None else collective.short
     return f"{kind} {names or start.name}{count}{size}"
 
 
@@ -442,14 +258,14 @@ def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
     versions = list(dict.fromkeys(d.version for d in drawn))
     for pid, version in enumerate(versions, 1):
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": version}}
-        mine = [d for d in drawn if d.version == version]
-        groups = dict.fromkeys(group for d in mine for group in d.groups)
+        graphs = [d for d in drawn if d.version == version]
+        groups = dict.fromkeys(group for d in graphs for group in d.groups)
         rows = {row: tid for tid, row in enumerate(["host", "compute", *groups])}
         row = {"ph": "M", "pid": pid, "name": "thread_name"}
         for name, tid in rows.items():
             yield {**row, "tid": tid, "args": {"name": f"group {name}" if tid > 1 else name}}
         offset = 0.0
-        for d in mine:
+        for d in graphs:
             yield from _events(d, pid, rows, offset)
             offset += d.timeline.step_ms
 

@@ -102,7 +102,7 @@ class ParityModel(nn.Module):
         return self.norm(x).flatten(0, 1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the mean cross-entropy, a scalar float32; ``targets`` are ``[batch, SEQ]`` int64."""
+        """Compute the mean cross-entropy, a scalar in float32; targets: ``[batch, SEQ]`` int64."""
         features = self.features(tokens)
         targets = targets[:, -features.shape[0] // tokens.shape[0] :].flatten()
         parts = self.chunks * self.head_chunks
