@@ -24,7 +24,7 @@ while the block before it computes, and its graph has no collectives (:func:`_ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Literal, NoReturn
@@ -297,6 +297,25 @@ def _read(module: Any, name: str) -> Any:
     return unshard.read(module, name) if is_gathered else param
 
 
+def _named_parameters(
+    module: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    found = module._plain_class.named_parameters(module, prefix, recurse, remove_duplicate)
+    return _as_in_forward(module, prefix, found) if torch.compiler.is_dynamo_compiling() else found
+
+
+def _as_in_forward(
+    module: Any, prefix: str, found: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Exchange shards for full parameters in units whose forward runs, as FSDP2 registers them."""
+    for path, param in found:
+        parent, _, name = path.removeprefix(prefix).lstrip(".").rpartition(".")
+        owner = module.get_submodule(parent)
+        unshard = getattr(owner, "_unshards", {}).get(name)
+        is_in_graph = unshard is not None and unshard.unit.phase == "graph"
+        yield path, _read(owner, name) if is_in_graph else param
+
+
 def _register_parameter(module: Any, name: str, param: nn.Parameter | None) -> None:
     if (
         name in vars(module).get("_unshards", {})
@@ -454,6 +473,7 @@ def _sharded_class(plain: Any, names: tuple[str, ...], is_unit: bool) -> Any:
     members: dict[str, Any] = {"__module__": plain.__module__, "_plain_class": plain}
     members.update({name: property(functools.partial(_read, name=name)) for name in names})
     members["register_parameter"] = _register_parameter
+    members["named_parameters"] = _named_parameters
     if not is_unit:
         return type(plain.__name__, (plain,), {**members, "__reduce_ex__": _reduce_to_plain})
     members["__deepcopy__"] = _refuse_copy
