@@ -356,6 +356,8 @@ class FSDPModule(EagerFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Drop FSDP2's state of a step that an error ended; since torch 2.13."""
+        for unit in all_units(self):  # type: ignore[arg-type]
+            unit.phase = "shards"
         if not has_not_run(self._get_fsdp_state()):  # else there is nothing, and FSDP2 would fail
             super().reset_iter_state()
 
