@@ -7,15 +7,18 @@ The patched torch's ``pre_bucket_fsdp_collectives`` runs on the graph for each v
 ``bucket_max_collectives_between``, then the sort that the overlap scheduler begins with. Peak
 memory and step are those of that order on the package's cost model; "torch's GiB" is the peak by
 torch's own estimate. Every buffer lives from its node to its last reader there. The longest run
-counts compute nodes (matmuls, attention) between two starts of reduce-scatters.
+counts compute nodes (matmuls, attention) between two starts of reduce-scatters. The last row has
+the rules of the planner that AutoParallel puts in the place of torch's (``plan_by_span``).
 """
 
 import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 from collective_graphs import MAX_BETWEEN
 
@@ -27,11 +30,59 @@ from .graphs import chosen, load
 
 VALUES = (0, 8, 32, None)
 GIB = 2**30
+SPAN = 1500  # nodes of the graph, AutoParallel's default
+
+
+def plan_by_span(
+    gm: Any,
+    cap_mb: Callable[[int], float],
+    is_kind: Callable[[Any], bool],
+    key_of: Callable[[Any], Any],
+    takes_wait: Callable[[Any], bool] | None = None,
+) -> list[list[Any]]:
+    """Plan buckets whose first and last start have at most ``SPAN`` nodes between them.
+
+    What lies between does not count, and buckets of other keys are not looked at. As in
+    ``auto_bucketing.py`` of meta-pytorch/autoparallel at a54c2529.
+    """
+    from torch._inductor.fx_passes import bucketing
+
+    nodes = list(gm.graph.nodes)
+    by_key: dict[Any, list[Any]] = defaultdict(list)
+    for wait in nodes:
+        taken = bucketing.is_wait_tensor(wait) and is_kind(wait.args[0])
+        if taken and (takes_wait is None or takes_wait(wait)):
+            by_key[key_of(wait.args[0])].append(wait.args[0])
+    position = {node: i for i, node in enumerate(nodes)}
+    reachability = bucketing._BucketPlanReachability(
+        bucketing.topo_sort(nodes), [start for starts in by_key.values() for start in starts]
+    )
+    buckets: list[list[Any]] = []
+    for starts in by_key.values():
+        bucket: list[Any] = []
+        size = members = 0
+        for start in starts:
+            index = reachability.endpoint_to_idx[start]
+            if reachability.endpoint_ancestors[index] & members:
+                continue
+            values = start.meta["val"], start.all_input_nodes[0].meta["val"]
+            added = max(v.numel() * v.element_size() for v in values)
+            if bucket and (
+                size + added > cap_mb(0) * 2**20 or position[start] - position[bucket[0]] > SPAN
+            ):
+                buckets.append(bucket)
+                bucket, size, members = [], 0, 0
+            bucket.append(start)
+            size += added
+            members |= 1 << index
+        buckets.append(bucket)
+    return [bucket for bucket in buckets if len(bucket) > 1]
 
 
 def child(name: str, cap_mb: float, layers: int | None) -> None:
     """Bucket the graph with each value, and print what is left as JSON."""
     from torch._inductor import config
+    from torch._inductor.fx_passes import bucketing
     from torch._inductor.fx_passes.memory_estimator import build_memory_profile
     from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -44,13 +95,16 @@ def child(name: str, cap_mb: float, layers: int | None) -> None:
     logging.getLogger("torch._inductor.fx_passes").setLevel(logging.ERROR)
     check_torch("unset")
     rows = []
-    for value in ("unbucketed", *VALUES):
+    for value in ("unbucketed", *VALUES, "by span"):
         graph = load(name, layers, quiet=True)
         timed = {"pass_s": 0.0}
-        if value != "unbucketed":
+        if value == "by span":
+            with mock.patch.object(bucketing, "greedy_bucket_collective_by_mb", plan_by_span):
+                timed = run_torchs(graph, cap_mb)
+        elif value != "unbucketed":
             with config.patch({MAX_BETWEEN: value}):
                 timed = run_torchs(graph, cap_mb)
-            stable_topological_sort(graph.gm.graph)
+        stable_topological_sort(graph.gm.graph)
         costs = Costs(nodes(None), SizeHints(graph.config.size_hints))
         reached = Timeline.of(model_of(graph.gm.graph, costs))
         profile = build_memory_profile(graph.gm.graph, lambda n: not n.name.startswith("primals"))

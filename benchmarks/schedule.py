@@ -99,6 +99,7 @@ def run_ours(
     cap_mb: float | None,
     reference: int,
     between: float | None = None,
+    by_tables: bool = False,
 ) -> dict[str, Any]:
     """Run our bucketing, then our schedule."""
     from benchmarks.eager_parity.devices import nodes
@@ -109,6 +110,8 @@ def run_ours(
     from torch_ext_bucketing.planner.scheduling import schedule
 
     machine = nodes(between)
+    if by_tables:  # as a pass plans that is called outside of a compile
+        machine = machine.for_backend(None)
     policies, options = what_ours_plans(graph, reference)
     like = None
     if cap_mb is None:
@@ -179,7 +182,7 @@ def child(
         if way == "unpatched":
             run_unpatched(graph, cap_mb, between)
         else:
-            extra = run_ours(graph, cap_mb, unbucketed.peak_bytes, between)
+            extra = run_ours(graph, cap_mb, unbucketed.peak_bytes, between, by_tables)
         seconds.append(time.process_time() - clock)
     check_torch(way)
     graph.gm.graph.lint()

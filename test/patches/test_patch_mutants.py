@@ -47,23 +47,20 @@ leave it to a fallback: lowering TestUnpacking
     @register_lowering(torch.ops.aten.split_with_sizes_copy, type_promotion_kind=None)
     @(lambda lowering: lowering)
 see no path from the candidate: bucketing TestMergeAfterMerge
-            if ancestors & cur_bucket_bits or cur_bucket_ancestors >> idx & 1:
-            if ancestors & cur_bucket_bits:
+                if ancestors & cur_bucket_bits or cur_bucket_ancestors >> idx & 1:
+                if ancestors & cur_bucket_bits:
 see no path from the bucket: bucketing test_member_that_needs_a_full_bucket
-            if ancestors & cur_bucket_bits or cur_bucket_ancestors >> idx & 1:
-            if cur_bucket_ancestors >> idx & 1:
-keep the paths of a full bucket: bucketing TestMergeAfterMerge
-                cur_bucket_bits = cur_bucket_ancestors = 0
-                pass
+            if node in cur_bucket_descendents:
+            if False:
 let a path end in a bucket: bucketing TestMergeAfterMerge
-                reachability.merge_starts(cur_bucket)
-                pass
+            reachability.merge_starts(cur_bucket)
+            pass
 replay merges on sorted graphs: bucketing test_sorted_graphs
-    replay_merges = not is_sorted or is_far is not None
-    replay_merges = True
+    if not is_sorted or interleaved:
+    if True:
 expect a sorted graph: bucketing TestMergeAfterMerge
-        graph_nodes if is_sorted else topo_sort(graph_nodes),
-        graph_nodes,
+        graph_nodes = list(g.nodes) if is_sorted else topo_sort(list(g.nodes))
+        graph_nodes = list(g.nodes)
 read names from nodes: fsdp TestGroupNames
     return _resolve_group_name(_get_collective_kwargs(n)["group_name"])
     return _get_collective_kwargs(n)["group_name"]
@@ -80,8 +77,8 @@ place a bucket by its payload: bucketing TestPayloadOrder
             last = bucket_nodes[bucket_waits.index(max(bucket_waits))]
             pass
 order nothing that is planned: bucketing TestPayloadOrder
-    return [in_payload_order(bucket) for bucket in buckets]
-    return buckets
+        buckets = [in_payload_order(bucket) for bucket in buckets]
+        pass
 order nothing that overlaps: overlap TestPayloadOrder
         bucket = in_payload_order(bucket_info.collectives)
         bucket = bucket_info.collectives
@@ -98,41 +95,44 @@ take the cap of any group: bucketing TestFsdpGroupFilter
         if isinstance(bucket_cap_mb_by_bucket_idx, CapMbByGroup):
         if False:
 restrict no gathers: fsdp TestFsdpGroupFilter
-            gm, bucket_cap_mb_by_bucket_idx, is_fsdp_all_gather_wait
-            gm, CapMbByGroup({"0": 1.0, "1": 1.0, "2": 1.0}), is_fsdp_all_gather_wait
-restrict no all-reduces: fsdp TestFsdpGroupFilter
-        _in_filter(gm, bucket_cap_mb_by_bucket_idx, is_fsdp_all_reduce_wait),
-        is_fsdp_all_reduce_wait,
+        filter_wait_node=_in_filter(gm, is_fsdp_all_gather_wait),
+        filter_wait_node=is_fsdp_all_gather_wait,
+restrict no scatters: fsdp TestFsdpGroupFilter
+        filter_wait_node=_in_filter(gm, is_fsdp_reduce_scatter_wait),
+        filter_wait_node=is_fsdp_reduce_scatter_wait,
 identify groups in spite of the filter: fsdp TestFsdpGroupFilter
     if (sizes := _groups_in_filter(gm)) is not None:
     if (sizes := None) is not None:
 choose anew after a merge: fsdp TestFsdpGroupFilter
-    groups = cap if isinstance(cap, CapMbByGroup) else _groups_in_filter(gm)
-    groups = _groups_in_filter(gm)
+        if "fsdp_primary_group" not in gm.meta:
+        if True:
 take a name in a name: fsdp TestFsdpGroupFilter
     elif isinstance(wanted, list):
     elif True:
 count gathers of activations: fsdp TestFsdpGroupFilter
-        ags = [n for n in ags if n not in waited and is_fsdp_all_gather(n)]
-        ags = [n for n in ags if is_fsdp_all_gather(n)]
+            ags = [n for n in ags if n not in waited and is_fsdp_all_gather(n)]
+            ags = [n for n in ags if is_fsdp_all_gather(n)]
 count no scatters: fsdp TestFsdpGroupFilter
-        counts = Counter(map(_get_group_name, [*ags, *rss]))
-        counts = Counter(map(_get_group_name, ags))
+            counts = Counter(map(_get_group_name, [*ags, *rss]))
+            counts = Counter(map(_get_group_name, ags))
 take another job's plan: codecache TestFsdpGroupFilter
         if config.aten_distributed_optimizations.fsdp_group_filter is not None:
         if False:
+let ranks hit a cache: codecache TestSpmdCheck
+        if config.aten_distributed_optimizations.spmd_check:
+        if False:
 merge without a bound: bucketing test_bound
-            if cur_bucket and (is_full or is_far and is_far(cur_bucket[0], node)):
-            if cur_bucket and is_full:
-count from the last member: bucketing test_bound
-            if cur_bucket and (is_full or is_far and is_far(cur_bucket[0], node)):
-            if cur_bucket and (is_full or is_far and is_far(cur_bucket[-1], node)):
+        if not cur_group or (max_between is not None and between > max_between):
+        if not cur_group:
 count collectives of its own key: bucketing test_bound
-        passed[node] = len(passed) - len(by_key[group_key])
-        passed[node] = len(passed)
-plan dependents on one level: bucketing test_chain
-    if is_far is not None:
-    if False:
+        between = i - start - len(cur_group)
+        between = i - start
+count from the first collective: bucketing test_bound
+            start, cur_group = newest[group_key] = i, []
+            start, cur_group = newest[group_key] = 0, []
+let distant buckets need each other: bucketing test_buckets_that
+    across = _plan_buckets(g, nodes_groups, bucket_cap_mb_by_bucket_idx, True)
+    across = _plan_buckets(g, nodes_groups, bucket_cap_mb_by_bucket_idx)
 leave more than adjacent: bucketing test_never_less
     return max(buckets, across, key=lambda plan: sum(len(b) - 1 for b in plan))
     return across

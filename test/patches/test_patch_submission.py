@@ -38,7 +38,7 @@ ENTRIES = ("bucket_payload_order_key", "fsdp_group_filter", "bucket_max_collecti
 # the others add an entry each. Named are those that a pull request needs. Older series are one
 # commit, and have their tests from the newest.
 PULL_REQUESTS = {"A": "", "B": "", "C": "A", "D": "AC", "E": "B", "F": "ACD"}
-COMMITS = {"2.15": 8, "2.13": 1}
+COMMITS = {"2.15": 9, "2.13": 1}
 NEWEST = SERIES[-1]
 FOLDERS = sorted(folder for folder in NEWEST.iterdir() if folder.is_dir())
 on_newest = pytest.mark.skipif(series_folder() != NEWEST, reason="for the series to submit")
@@ -95,7 +95,7 @@ def test_the_readme_says_how_large_each_commit_is():
 LINES = 150
 
 
-@pytest.mark.xfail(strict=True, reason="the series adds 223 lines to torch: exact groups, levels")
+@pytest.mark.xfail(strict=True, reason="the series adds 194 lines to torch")
 def test_the_newest_series_is_small():
     """Count the lines of torch that it adds, without those moved line by line."""
     newest = [patch for patch in patches_of(NEWEST) if "-Move-" not in patch.name]

@@ -356,3 +356,9 @@ def test_ranks_compare_the_jobs_machine(monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         found.add(Pipeline([teb.Schedule(teb.Overlap())]).planned_with(Compilation()))
     assert len(found) == 2
+
+
+def test_kernels_fuse_where_no_backend_is_known_unless_an_estimate_times_each_operator():
+    given = Machine(estimate=lambda node, nbytes: None)
+    assert [m.for_backend(None).fuses for m in (Machine(), given)] == [True, False]
+    assert Machine(fuses=False).for_backend(None).fuses is False

@@ -23,9 +23,8 @@ while the block before it computes, and its graph has no collectives (:func:`_ca
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Literal, NoReturn
@@ -298,6 +297,25 @@ def _read(module: Any, name: str) -> Any:
     return unshard.read(module, name) if is_gathered else param
 
 
+def _named_parameters(
+    module: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    found = module._plain_class.named_parameters(module, prefix, recurse, remove_duplicate)
+    return _as_in_forward(module, prefix, found) if torch.compiler.is_dynamo_compiling() else found
+
+
+def _as_in_forward(
+    module: Any, prefix: str, found: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Exchange shards for full parameters in units whose forward runs, as FSDP2 registers them."""
+    for path, param in found:
+        parent, _, name = path.removeprefix(prefix).lstrip(".").rpartition(".")
+        owner = module.get_submodule(parent)
+        unshard = getattr(owner, "_unshards", {}).get(name)
+        is_in_graph = unshard is not None and unshard.unit.phase == "graph"
+        yield path, _read(owner, name) if is_in_graph else param
+
+
 def _register_parameter(module: Any, name: str, param: nn.Parameter | None) -> None:
     if (
         name in vars(module).get("_unshards", {})
@@ -338,6 +356,8 @@ class FSDPModule(EagerFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Drop FSDP2's state of a step that an error ended; since torch 2.13."""
+        for unit in all_units(self):  # type: ignore[arg-type]
+            unit.phase = "shards"
         if not has_not_run(self._get_fsdp_state()):  # else there is nothing, and FSDP2 would fail
             super().reset_iter_state()
 
@@ -455,8 +475,9 @@ def _sharded_class(plain: Any, names: tuple[str, ...], is_unit: bool) -> Any:
     members: dict[str, Any] = {"__module__": plain.__module__, "_plain_class": plain}
     members.update({name: property(functools.partial(_read, name=name)) for name in names})
     members["register_parameter"] = _register_parameter
+    members["named_parameters"] = _named_parameters
     if not is_unit:
-        return type(plain.__name__, (plain,), {**members, "__deepcopy__": _plain_copy})
+        return type(plain.__name__, (plain,), {**members, "__reduce_ex__": _reduce_to_plain})
     members["__deepcopy__"] = _refuse_copy
     # Dynamo counts the compiles of a code object, here those of one class.
     members["__call__"] = FunctionType(_call.__code__.replace(), _call.__globals__, "__call__")
@@ -470,12 +491,12 @@ def _refuse_copy(module: Any, memo: Any) -> NoReturn:
     )
 
 
-def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
-    """Copy a module of a unit: it has the shards, as with eager FSDP2, and no unit."""
-    plain = memo[id(module)] = module._plain_class.__new__(module._plain_class)
-    attributes = {k: v for k, v in vars(module).items() if k != "_unshards"}
-    vars(plain).update(copy.deepcopy(attributes, memo))
-    return plain
+def _reduce_to_plain(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """Copy and pickle a module of a unit: it has the shards, as with eager FSDP2, and no unit."""
+    # Later protocols insist on the module's own class.
+    make, (_, *args), state = module._plain_class.__reduce_ex__(module, 1)
+    kept = {name: value for name, value in state.items() if name != "_unshards"}
+    return make, (module._plain_class, *args), kept
 
 
 def _run_around_compiled(root: nn.Module) -> None:

@@ -252,6 +252,11 @@ class GraphPass(CustomGraphPass):
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def fuses_alone(self) -> bool:
+        """Whether kernels count as fused where the pass is called outside of a compile."""
+        return False
+
     def install(self) -> None:
         """Prepare the model before it is traced. Called when a backend is made."""
 
@@ -269,8 +274,9 @@ class GraphPass(CustomGraphPass):
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
         """Run this pass alone on one graph, in place, and recompile a ``GraphModule``."""
         if compilation is None:
-            fuses = is_inductor_compiling()
-            compilation = Compilation(fuses=fuses, captured=fuses and uses_cuda_graphs())
+            inside = is_inductor_compiling()
+            captured = inside and uses_cuda_graphs()
+            compilation = Compilation(fuses=inside or self.fuses_alone, captured=captured)
         run_passes([self], self.stage, graph, compilation)
         if isinstance(graph, fx.GraphModule):
             graph.recompile()

@@ -256,6 +256,10 @@ class Schedule(GraphPass):
         """Return the machine's name and a digest of its numbers."""
         return f"machine {self.timed_for.name} {brief(self.timed_for)}"
 
+    @property
+    def fuses_alone(self) -> bool:
+        return bool(self.timed_for.for_backend(None).fuses)
+
     def run(self, graph: fx.Graph, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
 

@@ -282,11 +282,14 @@ class Machine:
         nodes = "nodes unknown" if n is None else f"{n} rank(s) a node"
         return f"{self.name}, {nodes}{', fused kernels' if self.fuses else ''}"
 
-    def for_backend(self, fuses: bool, captured: bool = False) -> Machine:
+    def for_backend(self, fuses: bool | None, captured: bool = False) -> Machine:
         """Return the machine for a backend, which ``fuses`` kernels unless :attr:`fuses` is given.
 
         The host launches a graph that is ``captured`` as a CUDA graph at once.
         """
+        if fuses is None:
+            # Torch's default backend fuses. An estimate of one's own times operators as they are.
+            fuses = self.estimate is None
         fuses = fuses if self.fuses is None else self.fuses
         return replace(self, fuses=fuses, host_ms={} if captured else self.host_ms)
 
