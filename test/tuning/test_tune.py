@@ -78,9 +78,9 @@ class Training:
         self.points.append(point)
         if point != "the choice":
             return [value, value]
-        mine = json.loads(value)
+        mine, estimates = json.loads(value)
         theirs = {n: [[ms, ms, 1] for ms in self.others[n][: len(mine[n])]] for n in mine}
-        return [value, json.dumps(theirs)]
+        return [value, json.dumps([theirs, estimates])]
 
     def plain_step(self):
         self.run(torch.ones(1, 2)).sum().backward()

@@ -40,7 +40,6 @@ from ..errors import NoUuidError, TuningError
 from ..passes.backends import BucketingBackend
 from ..passes.cache_key import describe, digest, log_no_uuid
 from ..reports.base import Record, Report, sizes_text, table
-from ..reports.planner import EstimateReport
 from ..runtime.agreement import LINGER_S, poll
 from ..runtime.launches import ranks_text
 
@@ -245,8 +244,8 @@ class Figures(NamedTuple):
 
 RankFigures = Mapping[str, Sequence[Figures]]
 """The measured steps of each candidate on one rank."""
-Estimates = Mapping[str, Sequence[EstimateReport]]
-"""The estimates of each candidate's graphs."""
+Estimates = Mapping[str, tuple[float, int]]
+"""The estimated milliseconds of each candidate's step, and the peak in bytes."""
 
 
 def combine(
@@ -294,17 +293,12 @@ def best_of(candidates: Sequence[CandidateReport]) -> CandidateReport:
 def with_estimates(
     reports: Sequence[CandidateReport], estimates: Estimates
 ) -> list[CandidateReport]:
-    """Add the cost model's estimates of the candidates' graphs."""
-    return [
-        replace(
-            c,
-            estimated_ms=sum(e.step_ms for e in graphs),
-            estimated_bytes=max(e.peak_bytes for e in graphs),
-        )
-        if (graphs := estimates[c.name])
-        else c
-        for c in reports
-    ]
+    """Add the cost model's estimates of the candidates."""
+    estimated = []
+    for report in reports:
+        step_ms, peak_bytes = estimates.get(report.name, (None, None))
+        estimated.append(replace(report, estimated_ms=step_ms, estimated_bytes=peak_bytes))
+    return estimated
 
 
 def choice_key(

@@ -40,7 +40,6 @@ from ..passes.base import last_of
 from ..passes.bucketing import FixedOrderReduce
 from ..planner.schedule.policy import PeakMemory
 from ..reports.compile import CompileReport
-from ..reports.planner import EstimateReport
 from . import choice
 from .candidates import candidates as default_candidates
 from .choice import Figures, Meeting, TuneReport, best_of, combine, with_estimates
@@ -221,8 +220,9 @@ class Tuner:
     def _choose(self) -> None:
         """Compare figures with all ranks; choose, unless candidates need more steps."""
         figures = {name: timed[1:] for name, timed in self._figures.items()}
-        ranks = map(json.loads, self._meeting.meet("the choice", json.dumps(figures)))
-        reports = combine(list(ranks), self._bound, self._running)
+        sent = json.dumps([figures, self._estimates()])
+        ranks = [json.loads(text) for text in self._meeting.meet("the choice", sent)]
+        reports = combine([each for each, _ in ranks], self._bound, self._running)
         if any(c.step_ms == math.inf for c in reports):
             return  # ranks still compile: another round
         best = best_of(reports)
@@ -230,7 +230,8 @@ class Tuner:
         if best.fits and len(close) > 1 and self._rounds == 1 + self._steps:
             self._running, self._rounds = close, self._round + self._steps
             return
-        reports = with_estimates(reports, {name: self._estimates(name) for name in self.candidates})
+        # Rank 0's estimates on all ranks: their shards, and so their peaks, may differ.
+        reports = with_estimates(reports, ranks[0][1])
         steps, size, bits = len(figures[best.name]), self._meeting.size, self._bits_depend()
         report = TuneReport(best.name, tuple(reports), steps, size, self._bound, bits)
         self._keep(report)
@@ -259,13 +260,18 @@ class Tuner:
             for name in set(versions) - {self.chosen}:
                 del versions[name]
 
-    def _estimates(self, name: str) -> list[EstimateReport]:
-        """Return this rank's estimates of a candidate's forward and backward graphs."""
-        candidate = self.candidates[name]
-        if not isinstance(candidate, BucketingBackend):
-            return []
-        estimates = CompileReport.joined(candidate.reports).estimates
-        return [e for e in estimates if e.stage in ("forward", "backward")]
+    def _estimates(self) -> dict[str, tuple[float, int]]:
+        """Return this rank's estimates of the candidates that have some."""
+        estimates = {}
+        for name, candidate in self.candidates.items():
+            if not isinstance(candidate, BucketingBackend):
+                continue
+            graphs = CompileReport.joined(candidate.reports).estimates
+            graphs = [e for e in graphs if e.stage in ("forward", "backward")]
+            if graphs:
+                step_ms = sum(e.step_ms for e in graphs)
+                estimates[name] = step_ms, max(e.peak_bytes for e in graphs)
+        return estimates
 
     def _bits_depend(self) -> bool:
         """Return whether candidates may give different bits."""
