@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ if missing:
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils import DynamoBackend  # noqa: E402
 from pages import code_of  # noqa: E402
 
 from torch_ext_bucketing.errors import NotBucketedWarning  # noqa: E402
@@ -169,14 +171,17 @@ def test_trainer_goes_on_from_a_checkpoint_of_eager_fsdp2(kind, tmp_path):
 # --- Accelerator ---------------------------------------------------------------------
 
 
-def by_loop(rank: Rank, ours: bool, folder: str, kind: str, load: str | None):
+def by_loop(
+    rank: Rank, ours: bool, folder: str, kind: str, load: str | None, regional: bool = False
+):
     """Train, save after two steps, and train on; or load that and train on."""
     from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import TorchDynamoPlugin
 
     join(rank)
-    if ours:
-        accelerate.install("aot_eager")
+    installed = accelerate.install("aot_eager") if ours else None
     accelerator = Accelerator(
+        dynamo_plugin=TorchDynamoPlugin(use_regional_compilation=regional),
         gradient_accumulation_steps=2,
         mixed_precision="bf16",
         fsdp_plugin=FullyShardedDataParallelPlugin(
@@ -213,6 +218,9 @@ def by_loop(rank: Rank, ours: bool, folder: str, kind: str, load: str | None):
         accelerator.load_state(load)
     train(2, 4)
     accelerator.save_model(model, f"{folder}/model")
+    if regional:
+        assert not installed.backends
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
     names = [name for name, _ in model.named_parameters()]
     return shards_of(model), norms[-2:], names
 
@@ -234,6 +242,24 @@ def test_accelerator_trains_saves_and_loads_as_with_eager_fsdp2(kind, tmp_path):
         assert model.keys() == whole.keys()
         assert all(torch.equal(model[n], models[0][n]) for n in whole)
         assert all(model[n].shape == whole[n].shape for n in whole)
+
+
+def test_blocks_that_accelerate_compiles_one_by_one_train_to_the_weights_of_eager_fsdp2(tmp_path):
+    """``use_regional_compilation``, with microbatches that are reduced once."""
+    run = functools.partial(run_ranks, by_loop, 2, timeout_s=240)
+    kind = "SHARDED_STATE_DICT"
+    theirs = run(False, str(tmp_path / "a"), kind, None)
+    assert run(True, str(tmp_path / "b"), kind, None, True) == theirs
+
+
+def test_passes_for_blocks_that_are_compiled_one_by_one_are_refused():
+    plugin = SimpleNamespace(backend=DynamoBackend.NO, use_regional_compilation=True)
+    accelerator = SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin))
+    with (
+        accelerate.install(passes=lambda model: []) as installed,
+        pytest.raises(ValueError, match="leave out the passes"),
+    ):
+        installed._shard(None, accelerator)
 
 
 # --- TRL -----------------------------------------------------------------------------

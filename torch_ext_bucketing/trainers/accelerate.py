@@ -10,7 +10,9 @@ from torch. After :func:`install` it calls this package's, and compiles::
     Accelerator.no_sync, accumulate, backward
                                          ReduceOnce: gradients of all microbatches, reduced once
 
-Clipping, mixed precision, checkpoints and evaluation are accelerate's own code.
+With ``use_regional_compilation`` blocks are compiled one by one, and FSDP2 gathers, reduces and
+accumulates around them. Clipping, mixed precision, checkpoints and evaluation are accelerate's own
+code.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def install(
     Args:
         compiler: ``"inductor"`` or ``"aot_eager"``. None: that of ``TorchDynamoPlugin`` or
             ``TrainingArguments(torch_compile_backend=)``, else ``"inductor"``.
-        passes: maps a sharded model to its passes.
+        passes: maps a sharded model to its passes. Models with ``use_regional_compilation`` take
+            none.
         options: those of :func:`.backend`, such as ``agree``.
 
     Raises:
@@ -110,7 +113,8 @@ class _Sums:
 class Installed:
     """Keeps the changes that :func:`install` made in accelerate.
 
-    ``backends`` has the backend of each model, in the order of their preparation, with reports.
+    ``backends`` has the backend of each model that is compiled whole, in the order of their
+    preparation, with reports.
     """
 
     compiler: Compiler | None
@@ -166,6 +170,12 @@ class Installed:
                 "'aot_eager'"
             )
         chosen = self.compiler or _COMPILERS[dynamo.backend]
+        if dynamo.use_regional_compilation and (self.passes is not recipe or self.options):
+            raise ValueError(
+                "TorchDynamoPlugin(use_regional_compilation=True) compiles blocks one by one, and "
+                "their graphs have no collectives for passes: leave out the passes and options of "
+                "install(), or compile the whole model"
+            )
         # accelerate compiles before it shards, and a recipe needs the shards.
         replacements = {"fully_shard": fsdp.fully_shard, "FSDPModule": fsdp.FSDPModule}
         with (
@@ -174,15 +184,17 @@ class Installed:
         ):
             prepared = original(accelerator, *args)
         for model in prepared:
-            if isinstance(model, nn.Module) and model not in self._sums:
-                compiler = backend(chosen, self.passes(model), model, **self.options)
-                self._sums[model] = _Sums(model, compiler)
-                self.backends.append(compiler)
-                settings = {**dynamo.to_kwargs(), "backend": compiler}
-                if dynamo.use_regional_compilation:
-                    compile_regions_fsdp2(model, **settings)
-                else:
-                    model.compile(**settings)
+            if not isinstance(model, nn.Module) or model in self._sums:
+                continue
+            settings = dynamo.to_kwargs()
+            if dynamo.use_regional_compilation:
+                # Collectives are FSDP2's, around the graphs, and so is accumulation.
+                compile_regions_fsdp2(model, **{**settings, "backend": chosen})
+                continue
+            compiler = backend(chosen, self.passes(model), model, **self.options)
+            self._sums[model] = _Sums(model, compiler)
+            self.backends.append(compiler)
+            model.compile(**{**settings, "backend": compiler})
         return prepared
 
     @contextlib.contextmanager
