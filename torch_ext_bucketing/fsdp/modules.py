@@ -32,6 +32,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule as EagerFSDPModule
+from torch.distributed.fsdp import UnshardHandle
 
 from .._torch.dynamo import (
     branch_while_tracing,
@@ -348,7 +349,12 @@ class FSDPModule(EagerFSDPModule):
         return unit.state  # type: ignore[no-any-return]
 
     def unshard(self, async_op: bool = False) -> Any:
-        """Gather the module's parameters, until :meth:`reshard` or a backward ends."""
+        """Gather the module's parameters, until :meth:`reshard` or a backward ends.
+
+        In traced code it does nothing: each read is a gather in the graph.
+        """
+        if torch.compiler.is_compiling():
+            return UnshardHandle() if async_op else None
         handle = super().unshard(async_op)
         unit: Any = unit_of(self)  # type: ignore[arg-type]
         unit.note_whole()
