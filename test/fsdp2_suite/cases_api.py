@@ -82,14 +82,20 @@ SETTINGS = {
     "set_allocate_memory_from_process_group_for_comm": False,
     "set_modules_to_forward_prefetch": [],
     "set_modules_to_backward_prefetch": [],
+    "set_reduce_scatter_max_input_buffers": 2,
+    "set_separate_reduce_scatter_group": True,
+    "set_keep_unsharded_storage": True,
+    "set_manual_backward_finalization": True,
 }
 
 
 @case(each=SETTINGS, quick=True)
 def settings_with_equal_results(side, name):
     model = side.shard(mlps(), "*")
-    getattr(model, name)(SETTINGS[name])
-    return side.train(model, side.data(4, 16))
+    if hasattr(model, name):  # some are younger than torch 2.13
+        getattr(model, name)(SETTINGS[name])
+    finish = getattr(model, "finalize_backward", lambda: None) if "manual" in name else lambda: None
+    return side.train(model, side.data(4, 16), after_backward=finish)
 
 
 REFUSED = {
@@ -162,6 +168,12 @@ def on_one_mesh(side):
     side.shard(distribute_module(nn.Linear(4, 4), mesh), mesh=mesh)
 
 
+def a_unit_before_the_root(side):
+    model = side.shard(mlps(), "*")
+    for module in (model[0], model):
+        module(side.data(4, 16)[0])
+
+
 def tied_to_a_parent(side):
     side.compile(side.shard(LM(tied=True), "embedding"))(side.tokens()[0])
 
@@ -185,6 +197,15 @@ ERRORS = {
     ),
     "tied to a parent": (tied_to_a_parent, "one call"),
     "one mesh": (on_one_mesh, "mesh"),
+    "dimensions without names": (
+        lambda s: s.shard(MLP(), mesh=s.mesh(s.world, 1)),
+        "mesh_dim_names",
+    ),
+    "channels last": (
+        lambda s: s.shard(nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)),
+        "non-contiguous",
+    ),
+    "a unit before the root": (a_unit_before_the_root, "root module first"),
     "no module": (lambda s: s.fully_shard("model"), "torch.nn.Module"),
 }
 

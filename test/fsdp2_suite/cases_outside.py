@@ -2,15 +2,24 @@
 
 import copy
 import io
+import tempfile
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import torch_ext_bucketing as teb
 
-from .harness import Differs, Refused, case, local
-from .models import BF16, FP32, LM, Lambda, mlps, tied_pair
+from .harness import EQUAL, Differs, Refused, case, local
+from .models import BF16, FP32, LM, Lambda, mlps, raised, tied_pair
 
 
 def begun(side, **options):
@@ -295,3 +304,89 @@ def memory_of_shards_stays(side):
     before = [local(p).data_ptr() for p in model.parameters()]
     side.train(model, data, run=run, steps=2)
     return [("same", before == [local(p).data_ptr() for p in model.parameters()])]
+
+
+# FSDP2 keeps the memory of the shard that it knows.
+@case(Differs("out"), uncompiled=EQUAL)
+def swapped_tensors(side):
+    model, run, data = begun(side)
+    twins = [p.detach().clone() * 2 for p in model.parameters()]
+    model.zero_grad()
+    for param, twin in zip(model.parameters(), twins, strict=True):
+        torch.utils.swap_tensors(param, nn.Parameter(twin))
+    return [("out", run(data[1]).detach())]
+
+
+@case()
+def exchanged_data(side):
+    model, run, data = begun(side)
+    kept, found = [p.data for p in model.parameters()], []
+    for factor in (0.5, 1):
+        for param, value in zip(model.parameters(), kept, strict=True):
+            param.data = value * factor
+        found += [("out", run(data[1]).detach())]
+    return [*found, *side.train(model, data, run=run, steps=2)]
+
+
+@case(each=["whole", "sharded", "optimizer", "saved"])
+def distributed_checkpoints(side, how):
+    model, run, (x, y, *_) = begun(side)
+    update = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = StateDictOptions(full_state_dict=how == "whole")
+
+    def step(x):
+        run(x).sum().backward()
+        update.step()
+        update.zero_grad()
+
+    step(x)
+    state = [copy.deepcopy(s) for s in get_state_dict(model, update, options=options)]
+    step(y)
+    if how == "saved":
+        folder = [tempfile.mkdtemp() if side.rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        dcp.save({"model": state[0]}, checkpoint_id=folder[0])
+        state[0] = get_model_state_dict(model)
+        dcp.load({"model": state[0]}, checkpoint_id=folder[0])
+    set_state_dict(
+        model, update, model_state_dict=state[0], optim_state_dict=state[1], options=options
+    )
+    step(x)
+    return [("keys", list(state[0])), *side.state(model)]
+
+
+@case()
+def a_parameter_made_of_shards(side):
+    model = Lambda(lambda m, x: m.b(m.a(x)) + m.norm)
+    model.norm = nn.Parameter(torch.empty(8))
+    side.shard(model, "*")
+    with torch.no_grad():
+        model.norm = nn.Parameter(torch.linalg.norm(model.a.weight, dim=1))
+    return side.train(model, side.data(4, 8))
+
+
+@case(each=["after graph break", "in a unit"])
+def reads_after_an_exception(side, where):
+    def forward(m, x):
+        x = m.a(x)
+        if where == "after graph break":
+            torch._dynamo.graph_break()
+        if m.armed:
+            raise ValueError("armed")
+        return m.b(x)
+
+    model = Lambda(forward)
+    model.armed = True
+    side.shard(model, "*" if where == "in a unit" else "a")
+    raises = bool(raised(side.compile(model), side.data(4, 8)[0]))
+    if hasattr(model, "reset_iter_state"):  # since 2.14
+        model.reset_iter_state()
+    return [("raises", raises), ("kinds", [kind(model.a.weight), kind(model.b.weight)])]
+
+
+@case(Differs("names"), uncompiled=EQUAL)
+def a_parameter_set_to_none(side):
+    model, run, (x, *_) = begun(side)
+    model[0].up.bias = None
+    out = run(x).detach()
+    return [("names", [name for name, _ in model.named_parameters()]), ("out names", out)]

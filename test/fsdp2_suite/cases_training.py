@@ -1,6 +1,9 @@
 """Training: units, resharding, precision, accumulation, checkpoints, hooks, frozen parameters."""
 
+import collections
+import dataclasses
 import functools
+import gc
 
 import torch
 import torch.nn as nn
@@ -18,6 +21,12 @@ from .models import BF16, FP32, FP64, LM, MLP, Lambda, Towers, checkpointed, mlp
 
 def largest(param):
     return Shard(param.shape.index(max(param.shape)))
+
+
+def across(param):
+    """Shard the dimension that tensor parallelism leaves whole."""
+    columns = isinstance(param, DTensor) and param.ndim == 2 and param.placements[0] == Shard(0)
+    return Shard(1) if columns else Shard(0)
 
 
 def with_parameters(*shapes):
@@ -94,16 +103,31 @@ def replicas(side, how):
     return side.train(model, side.data(4, width))
 
 
-@case(each=[(), (BF16, FP32)], world=4)
-def tensor_parallel_blocks(side, mp):
-    mesh, model = side.mesh(2, 2, names=("data", "tensor")), mlps(2, 8)
+TENSOR_PARALLEL = {
+    # name: sizes of the mesh (replicas, shards, tensor), width, options
+    "blocks": ((1, 2, 2), 8, {}),
+    "bf16": ((1, 2, 2), 8, {"mp": (BF16, FP32)}),
+    "uneven": ((1, 2, 2), 3, {}),
+    "kept": ((1, 2, 2), 17, {"reshard_after_forward": False}),
+    "other dimension": ((1, 2, 2), 8, {"shard_placement_fn": across}),
+    "replicas": ((2, 1, 2), 8, {}),
+    "one shard": ((1, 1, 4), 8, {}),
+}
+
+
+@case(each=TENSOR_PARALLEL, world=4)
+def tensor_parallel(side, name):
+    sizes, width, options = TENSOR_PARALLEL[name]
+    mesh, model = side.mesh(*sizes, names=("replicas", "shards", "tensor")), mlps(2, width)
     for mlp in model:
         parallelize_module(
             mlp, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
         )
-    side.shard(model, "*", mesh=mesh["data"], mp=mp)
-    torch.manual_seed(side.rank // 2)
-    return side.train(model, [torch.randn(4, 8) for _ in range(3)])
+    data_mesh = mesh["replicas", "shards"] if sizes[0] > 1 else mesh["shards"]
+    side.shard(model, "*", mesh=data_mesh, **options)
+    torch.manual_seed(side.rank // sizes[2])
+    adam = functools.partial(torch.optim.Adam, foreach=False)
+    return side.train(model, [torch.randn(4, width) for _ in range(3)], optimizer=adam)
 
 
 @case(world=4)
@@ -176,13 +200,25 @@ def inputs_in_tuples_of_a_root_without_parameters(side):
     return [("out", side.compile(model)(x, (y, z)))]
 
 
-@case(each=["list", "tuple", "dict"])
+Data = dataclasses.make_dataclass("Data", [("first", torch.Tensor), ("number", int, 1)])
+Named = collections.namedtuple("Named", ["first", "number"])
+CONTAINERS = {
+    "list": (lambda x: [x], lambda xs: xs[0]),
+    "tuple": (lambda x: (x, 1), lambda xs: xs[0]),
+    "dict": (lambda x: {0: x}, lambda xs: xs[0]),
+    "nested": (lambda x: {"a": [x, (x, 2)]}, lambda xs: xs["a"][1][0]),
+    "namedtuple": (lambda x: Named(x, 1), lambda xs: xs.first),
+    "dataclass": (Data, lambda xs: xs.first),
+}
+
+
+@case(each=CONTAINERS)
 def activations_in_containers(side, kind):
-    pack = {"list": lambda x: [x], "tuple": lambda x: (x, 1), "dict": lambda x: {0: x}}[kind]
-    model = nn.Sequential(*(Lambda(lambda m, x: pack(m.a(x[0])), 1) for _ in range(3)))
-    side.shard(model, "*")
+    pack, first = CONTAINERS[kind]
+    model = nn.Sequential(*(Lambda(lambda m, x: pack(m.a(first(x))), 1) for _ in range(3)))
+    side.shard(model, "*", mp=(BF16, FP32))
     run = side.compile(model)
-    return side.train(model, side.data(4, 8), run=lambda x: run(pack(x))[0])
+    return side.train(model, side.data(4, 8), run=lambda x: first(run(pack(x))))
 
 
 @case(world=4)
@@ -567,3 +603,170 @@ def duplicate_and_shared_modules(side):
     model = nn.Sequential(mlp, mlp, MLP())
     model[2].up = mlp.up
     return side.train(side.shard(model), side.data(4, 16))
+
+
+@case(each=[True, False])
+def a_group_that_runs_in_part(side, reshard):
+    model = side.shard(LM(), "layers.*", "norm+head", reshard_after_forward=reshard)
+    return side.train(model, [(tokens, False) for tokens in side.tokens()])
+
+
+@case()
+def units_that_are_made_one_by_one(side):
+    model = nn.Sequential()
+    for _ in range(4):
+        model.append(side.fully_shard(MLP()))
+        gc.collect()  # a later parameter may have the address of an earlier one
+    return side.train(side.shard(model), side.data(4, 16))
+
+
+@case()
+def units_without_a_root(side):
+    model = Lambda(lambda m, x: m.b(m.a(x)) * m.scale)
+    model.scale = nn.Parameter(torch.ones(8))
+    side.fully_shard(model.a)
+    side.fully_shard(model.b)
+    adam = functools.partial(torch.optim.Adam, foreach=False)
+    return side.train(model, side.data(4, 8), optimizer=adam)
+
+
+@case()
+def contiguous_shards_of_columns(side):
+    model = side.shard(mlps(2, 8), "*", shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    found = side.train(model, side.data(4, 8))
+    tensors = [t for p in model.parameters() for t in (p, local(p), p.grad, local(p.grad))]
+    return [*found, ("contiguous", [t.is_contiguous() for t in tensors])]
+
+
+@case(each=[1, 2, 3, 5], world=4)
+def shards_of_few_rows(side, rows):
+    model = nn.Sequential(nn.Linear(8, rows), nn.Linear(rows, 8))
+    side.shard(model, "*", mp=(BF16, FP32))
+
+    def clip():
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
+
+    return side.train(model, side.data(4, 8), after_backward=clip)
+
+
+@case(each=["no_grad", "inference_mode", "plain module", "plain unit"])
+def evaluation_between_steps(side, how):
+    model, found = side.shard(mlps(3), "*"), []
+    run, data = side.compile(model), side.data(4, 16)
+    predict = {"plain module": model, "plain unit": model[1]}.get(how, run)
+    mode = torch.inference_mode if how == "inference_mode" else torch.no_grad
+
+    def evaluate():
+        with mode():
+            found.append(("prediction", predict(data[4]).clone()))
+
+    return side.train(model, data, run=run, after_step=evaluate) + found
+
+
+@case(each=["next", "of a child"])
+def dtype_of_parameters_in_forward(side, whose):
+    def forward(m, x):
+        of = m if whose == "next" else m.a
+        return m.b(m.a(x) * torch.full((8,), 0.3).to(next(of.parameters()).dtype))
+
+    return side.train(side.shard(Lambda(forward), "b", mp=(BF16, FP32)), side.data(4, 8))
+
+
+@case()
+def parameters_that_forward_adds_up(side):
+    model = Lambda(lambda m, x: m.b(m.a(x)) + sum(p.square().sum() for p in m.parameters(False)))
+    model.scale = nn.Parameter(torch.ones(8))
+    return side.train(side.shard(model, "*"), side.data(4, 8))
+
+
+@case(Differs("gradient"), uncompiled=EQUAL)
+def two_forwards_of_a_part_of_a_group(side):
+    model = side.shard(LM(), "layers.*", "norm+head")
+    run, (a, b, *_) = side.compile(model), side.tokens()
+    (run(a, False).sum() + run(b, False).sum()).backward()
+    return side.state(model)
+
+
+@case(each=[True, False])
+def two_backwards_of_one_forward(side, flags):
+    model = side.shard(Lambda(lambda m, x: (m.b(m.a(x)), m.c(m.a(x))), 3), "*")
+    first, second = side.compile(model)(side.data(4, 8)[0])
+    model.set_is_last_backward(not flags)
+    second.sum().backward(retain_graph=True)
+    model.set_is_last_backward(True)
+    first.sum().backward()
+    return side.state(model)
+
+
+@case(each=["unshard", "async_op", "reshard"])
+def calls_in_forward(side, what):
+    def forward(m, x):
+        if what != "reshard":
+            handle = m.b.unshard(async_op=what == "async_op")
+        x = m.a(x)
+        if what == "async_op":
+            handle.wait()
+        if what == "reshard":
+            m.a.reshard()
+        return m.b(x)
+
+    return side.train(side.shard(Lambda(forward), "*"), side.data(4, 8))
+
+
+@case(each=["compiled", "not compiled", "compiled again"])
+def steps_by_turns(side, how):
+    model = side.shard(mlps(3), "*")
+    run, data, found = side.compile(model), side.data(4, 16), []
+    other = {"compiled": lambda x: run(x), "not compiled": model}.get(how) or side.compile(model)
+    for step in (run, other, run):
+        found += side.train(model, data, run=step, steps=1)
+    return found
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a product of two small matrices beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.merged = base.requires_grad_(False), False
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) if self.merged else self.base(x) + self.up(self.down(x))
+
+
+@case(each=["trained", "merged", "late"])
+def adapters(side, how):
+    def adapt():
+        for mlp in model:
+            mlp.up = Adapted(mlp.up)
+
+    model = mlps().requires_grad_(False)
+    if how != "late":
+        adapt()
+    side.shard(model, "*")
+    if how == "late":
+        torch.manual_seed(1)
+        adapt()
+    run, data = side.compile(model), side.data(4, 16)
+
+    def sgd(params, lr):
+        return torch.optim.SGD([p for p in params if p.requires_grad], lr)
+
+    found = side.train(model, data, run=run, optimizer=sgd)
+    for mlp in model if how == "merged" else ():
+        with torch.no_grad():
+            mlp.up.base.weight.add_(0.5)
+        mlp.up.merged = True
+    return [*found, ("out", run(data[4]).detach())]
+
+
+@case(compiled=Differs(""))
+def a_write_in_forward(side):
+    def forward(m, x):
+        with torch.no_grad():
+            m.a.weight.clamp_(-0.01, 0.01)
+        return m.b(m.a(x))
+
+    return side.train(side.shard(Lambda(forward), "b"), side.data(4, 8))

@@ -23,6 +23,7 @@ while the block before it computes, and its graph has no collectives (:func:`_ca
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule as EagerFSDPModule
+from torch.distributed.fsdp import UnshardHandle
 
 from .._torch.dynamo import (
     branch_while_tracing,
@@ -348,7 +350,12 @@ class FSDPModule(EagerFSDPModule):
         return unit.state  # type: ignore[no-any-return]
 
     def unshard(self, async_op: bool = False) -> Any:
-        """Gather the module's parameters, until :meth:`reshard` or a backward ends."""
+        """Gather the module's parameters, until :meth:`reshard` or a backward ends.
+
+        In traced code it does nothing: each read is a gather in the graph.
+        """
+        if torch.compiler.is_compiling():
+            return UnshardHandle() if async_op else None
         handle = super().unshard(async_op)
         unit: Any = unit_of(self)  # type: ignore[arg-type]
         unit.note_whole()
@@ -477,7 +484,7 @@ def _sharded_class(plain: Any, names: tuple[str, ...], is_unit: bool) -> Any:
     members["register_parameter"] = _register_parameter
     members["named_parameters"] = _named_parameters
     if not is_unit:
-        return type(plain.__name__, (plain,), {**members, "__reduce_ex__": _reduce_to_plain})
+        return type(plain.__name__, (plain,), {**members, "__deepcopy__": _plain_copy})
     members["__deepcopy__"] = _refuse_copy
     # Dynamo counts the compiles of a code object, here those of one class.
     members["__call__"] = FunctionType(_call.__code__.replace(), _call.__globals__, "__call__")
@@ -491,12 +498,12 @@ def _refuse_copy(module: Any, memo: Any) -> NoReturn:
     )
 
 
-def _reduce_to_plain(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """Copy and pickle a module of a unit: it has the shards, as with eager FSDP2, and no unit."""
-    # Later protocols insist on the module's own class.
-    make, (_, *args), state = module._plain_class.__reduce_ex__(module, 1)
-    kept = {name: value for name, value in state.items() if name != "_unshards"}
-    return make, (module._plain_class, *args), kept
+def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
+    """Copy a module of a unit: it has the shards, as with eager FSDP2, and no unit."""
+    plain = memo[id(module)] = module._plain_class.__new__(module._plain_class)
+    attributes = {k: v for k, v in vars(module).items() if k != "_unshards"}
+    vars(plain).update(copy.deepcopy(attributes, memo))
+    return plain
 
 
 def _run_around_compiled(root: nn.Module) -> None:
