@@ -320,7 +320,8 @@ def _refuse_early(finder: PatchedFinder) -> None:
 def _add_entries(module: ModuleType, before: bytes, after: bytes) -> None:
     """Add the patched source's new entries to the live config module, or change nothing."""
     remaining = iter(split_lines(after))
-    if not all(line in remaining for line in split_lines(before)):
+    code = (line for line in split_lines(before) if not line.lstrip().startswith(b"#"))
+    if not all(line in remaining for line in code):
         raise ImportedTooEarlyError(
             f"{CONFIG_MODULE} was imported already, and the patch changes lines of it. Call "
             f"torch_ext_bucketing.hooks.install() first, or {_HOW_TO_DISK}"
