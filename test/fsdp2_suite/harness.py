@@ -102,7 +102,7 @@ def load() -> dict[str, Case]:
 
 
 @cache
-def _mesh(sizes: tuple[int, ...], names: Sequence[str] | None) -> DeviceMesh:
+def _mesh(sizes: tuple[int, ...], names: Sequence[str] | None, _: Any) -> DeviceMesh:
     # DTensor caches meshes and FSDP2 compares them by identity, so equal ones must not be made.
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
@@ -117,7 +117,7 @@ class Side:
         self.fully_shard = self.fsdp.fully_shard
 
     def mesh(self, *sizes: int, names: Sequence[str] | None = None) -> DeviceMesh:
-        return _mesh(sizes or (self.world,), names)
+        return _mesh(sizes or (self.world,), names, dist.group.WORLD)
 
     def shard(self, model: nn.Module, *units: str, mp: Sequence[Any] = (), **options: Any) -> Any:
         """Shard ``units`` and then the model.
@@ -213,7 +213,6 @@ def judge(name: str, mode: str) -> str:
     """Run a case on this rank; return how the outcome differs from what is expected, or ""."""
     program, expected = load()[name].run, load()[name].expected[mode]
     outcomes: list[Values | Exception] = []
-    _mesh.cache_clear()  # process groups may be new
     for ours in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)

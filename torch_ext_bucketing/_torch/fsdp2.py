@@ -390,6 +390,11 @@ def unsharded_parameters(group: FSDPParamGroup) -> list[nn.Parameter]:
     return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
+def is_unsharded(managed: FSDPParam, param: Any) -> bool:
+    """Return whether ``param`` is the full parameter that FSDP2 has made."""
+    return param is getattr(managed, "_unsharded_param", None)
+
+
 def is_inner_state(state: FSDPState) -> bool:
     """Return whether a module around the state's runs, or has run, by FSDP2's own hooks."""
     return state._is_root is False

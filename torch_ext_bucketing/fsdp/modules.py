@@ -50,6 +50,7 @@ from .._torch.fsdp2 import (
     has_not_run,
     is_distributed,
     is_inner_state,
+    is_unsharded,
     places_of,
     prepare_group,
     read_param_groups,
@@ -318,12 +319,11 @@ def _as_in_forward(
         yield path, _read(owner, name) if is_in_graph else param
 
 
-def _register_parameter(module: Any, name: str, param: nn.Parameter | None) -> None:
-    if (
-        name in vars(module).get("_unshards", {})
-        and not is_distributed(param)
-        and param is not None
-    ):
+def _register_parameter(module: Any, name: str, param: Any) -> None:
+    unshard = vars(module).get("_unshards", {}).get(name)
+    is_plain = param is not None and not is_distributed(param)
+    # FSDP2 registers its full parameters so in classes with a ``__setattr__``, such as ``nn.LSTM``.
+    if is_plain and unshard is not None and not is_unsharded(unshard.managed, param):
         raise TypeError(
             f"{name} of a {type(module).__name__} is sharded, and a plain parameter of shape "
             f"{tuple(param.shape)} can't replace it: write the values into the shard, or assign "
