@@ -266,12 +266,7 @@ class Runs:
     ) -> None:
         """Train compiled; without ``payloads`` it is the control, in graph order."""
         model, tally = self.sharded(), Tally(self.row.per_node)
-        passes = self.passes(model, eager)
-        if payloads is None:
-            passes = [in_graph_order(p) if isinstance(p, teb.BucketByUnit) else p for p in passes]
-        inner: Any = "inductor"
-        if self.row.backend == "aot_eager":
-            inner, passes = tally.compile, [tally, *passes]
+        inner, passes = self.compiler(model, eager, tally, in_order=payloads is not None)
         compiler = teb.backend(inner, passes=passes, model=model)
 
         def after_first() -> None:
@@ -285,6 +280,17 @@ class Runs:
             report.look(compiler.reports, self.row.graphs)
             if self.row.layout:
                 report.layout_differences += compare_layout(compiler, payloads)
+
+    def compiler(
+        self, model: nn.Module, eager: nn.Module, tally: Tally, in_order: bool
+    ) -> tuple[Any, list[teb.GraphPass]]:
+        """Return the inner compiler and the passes; not ``in_order``: buckets in graph order."""
+        passes = self.passes(model, eager)
+        if not in_order:
+            passes = [in_graph_order(p) if isinstance(p, teb.BucketByUnit) else p for p in passes]
+        if self.row.backend == "aot_eager":
+            return tally.compile, [tally, *passes]
+        return "inductor", passes
 
     # --- models ---------------------------------------------------------------------
 

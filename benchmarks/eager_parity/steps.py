@@ -21,7 +21,7 @@ from torch_ext_bucketing.testing.training import (
     raw_bytes,
 )
 
-from .ranks import RowReport, Runs, Tally, compare_layout, in_graph_order
+from .ranks import RowReport, Runs, Tally, compare_layout
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
@@ -125,12 +125,7 @@ class StepRuns(Runs):
     ) -> None:
         torch._dynamo.reset()
         model, tally = self.sharded(), Tally(self.row.per_node)
-        passes = self.passes(model, eager)
-        if payloads is None:
-            passes = [in_graph_order(p) if isinstance(p, teb.BucketByUnit) else p for p in passes]
-        inner: Any = "inductor"
-        if self.row.backend == "aot_eager":
-            inner, passes = tally.compile, [tally, *passes]
+        inner, passes = self.compiler(model, eager, tally, in_order=payloads is not None)
         muon = StackedMuon if self.row.optimizer == "stacked_muon" else torch.optim.Muon
         optimizer = make_optimizers(self.row.optimizer, model, muon)
         planned = teb.train_step(
