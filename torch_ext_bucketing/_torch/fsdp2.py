@@ -39,7 +39,9 @@ with private_torch():
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+        FSDPParamGroup as FSDPParamGroup,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
     from torch.utils._python_dispatch import (
         is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
@@ -385,14 +387,9 @@ def grad_hooks(param: torch.Tensor) -> tuple[list[Any], list[Any]]:
     return list((param._backward_hooks or {}).values()), users
 
 
-def unsharded_parameters(group: FSDPParamGroup) -> list[nn.Parameter]:
-    """Return the full parameters that a group has gathered before."""
-    return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-
-
-def is_unsharded(managed: FSDPParam, param: Any) -> bool:
-    """Return whether ``param`` is the full parameter that FSDP2 has made."""
-    return param is getattr(managed, "_unsharded_param", None)
+def unsharded_parameter(managed: FSDPParam) -> nn.Parameter | None:
+    """Return the full parameter that FSDP2 has made, or None before it has gathered one."""
+    return getattr(managed, "_unsharded_param", None)
 
 
 def is_inner_state(state: FSDPState) -> bool:

@@ -43,6 +43,7 @@ from .._torch.dynamo import (
 )
 from .._torch.fsdp2 import (
     Casts,
+    FSDPParamGroup,
     FSDPState,
     ParamGroup,
     eager_settings,
@@ -50,14 +51,13 @@ from .._torch.fsdp2 import (
     has_not_run,
     is_distributed,
     is_inner_state,
-    is_unsharded,
     places_of,
     prepare_group,
     read_param_groups,
     reshard_after_traced_backward,
     state_of,
     take_hooks,
-    unsharded_parameters,
+    unsharded_parameter,
 )
 from .gather import Unshard
 from .unit_inputs import cast_inputs, cast_outputs
@@ -103,7 +103,7 @@ class Unit:
     def note_whole(self) -> None:
         """Note that FSDP2 has gathered the parameters."""
         for group in groups_of(self.state) if not self.was_whole else ():
-            full = unsharded_parameters(group)
+            full = [p for m in group.fsdp_params if (p := unsharded_parameter(m)) is not None]
             if not full:  # not waited for
                 return
             reshard_after_traced_backward(group)
@@ -125,18 +125,16 @@ class Unit:
             if not group.is_sharded:
                 group.reshard()
 
-    def unshards(self) -> list[Unshard]:
-        """Return the reads of its parameters, one for each module that has one."""
-        places = (p for g in groups_of(self.state) for m in g.fsdp_params for p in places_of(m))
+    def unshards(self, group: FSDPParamGroup) -> list[Unshard]:
+        """Return the reads of a group's parameters, one for each module that has one."""
+        places = (place for managed in group.fsdp_params for place in places_of(managed))
         return [vars(module)["_unshards"][name] for module, name in places]
 
     def take_divisors(self) -> None:
         """Divide gradients as FSDP2's settings say."""
         for group in groups_of(self.state):
-            divisor = group.gradient_divide_factor, group.force_sum_reduction_for_comms
-            for managed in group.fsdp_params:
-                for module, name in places_of(managed):
-                    vars(module)["_unshards"][name].divide_by(*divisor)
+            for unshard in self.unshards(group):
+                unshard.divide_by(group.gradient_divide_factor, group.force_sum_reduction_for_comms)
 
     def begin(self) -> None:
         """Prepare for gathers in a graph, before a forward or while Dynamo traces it.
@@ -150,8 +148,8 @@ class Unit:
         try:
             for group in groups_of(self.state):
                 prepare_group(group, travels_together=self.is_named)
-            for unshard in self.unshards():
-                unshard.prepare()
+                for unshard in self.unshards(group):
+                    unshard.prepare()
         finally:
             self.phase = phase
         self.is_traced = True
@@ -163,8 +161,9 @@ class Unit:
             NotImplementedError: a graph can't follow one of FSDP2's settings.
             TypeError: a reduction would drop the imaginary parts of gradients.
         """
-        for unshard in self.unshards():
-            unshard.check()
+        for group in groups_of(self.state):
+            for unshard in self.unshards(group):
+                unshard.check()
         for setting in eager_settings(self.state):
             raise NotImplementedError(
                 f"{setting.code} has no counterpart in a compiled step. Instead: "
@@ -323,7 +322,7 @@ def _register_parameter(module: Any, name: str, param: Any) -> None:
     unshard = vars(module).get("_unshards", {}).get(name)
     is_plain = param is not None and not is_distributed(param)
     # FSDP2 registers its full parameters so in classes with a ``__setattr__``, such as ``nn.LSTM``.
-    if is_plain and unshard is not None and not is_unsharded(unshard.managed, param):
+    if is_plain and unshard is not None and param is not unsharded_parameter(unshard.managed):
         raise TypeError(
             f"{name} of a {type(module).__name__} is sharded, and a plain parameter of shape "
             f"{tuple(param.shape)} can't replace it: write the values into the shard, or assign "
@@ -370,15 +369,12 @@ class FSDPModule(EagerFSDPModule):
 
     def set_reshard_after_forward(self, *args: Any, **kwargs: Any) -> None:
         """Change ``reshard_after_forward``, before a recipe is made of the model."""
-        self._check_not_read("set_reshard_after_forward")
-        super().set_reshard_after_forward(*args, **kwargs)
-
-    def _check_not_read(self, method: str) -> None:
         if any(unit.is_read or unit.is_traced for unit in all_units(self)):  # type: ignore[arg-type]
             raise RuntimeError(
-                f"{method}() comes too late: a recipe was made of the model, or a step was traced. "
-                "Call it after fully_shard(), before recipe(model)"
+                "set_reshard_after_forward() comes too late: a recipe was made of the model, or a "
+                "step was traced. Call it after fully_shard(), before recipe(model)"
             )
+        super().set_reshard_after_forward(*args, **kwargs)
 
 
 def _setting(name: str) -> Callable[..., None]:
