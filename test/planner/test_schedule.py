@@ -4,6 +4,7 @@ import gc
 import math
 import random
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -773,6 +774,22 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
     assert after == {"aten.cat.default": ["mm_1", "sum_2"]}
     (pack,) = (n for n in gm.graph.nodes if str(n.target) == "control_deps")
     assert pack.meta["dislike_padding"]  # rows of a bucket have no gaps between them
+
+
+def test_kernels_before_a_bucket_are_visited_once():
+    group = dist.group.WORLD.group_name
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):  # 2 ** 20 paths lead through it
+            x = x * x.exp()
+        bucket = torch.cat([x.view(2, -1), x.view(2, -1)], 1).flatten()
+        reduced = torch.ops._c10d_functional.reduce_scatter_tensor(bucket, "sum", 2, group)
+        return torch.ops._c10d_functional.wait_tensor(reduced)
+
+    gm = make_fx(packed, tracing_mode="fake")(torch.randn(DIM, DIM))
+    begin = time.process_time()
+    pin_order(gm.graph)
+    assert time.process_time() - begin < 3
 
 
 @pytest.mark.torch
