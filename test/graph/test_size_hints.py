@@ -208,8 +208,8 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
 
     graph = trace(two, torch.zeros(3, 4), torch.zeros(5, 4)).graph
     with pytest.warns(teb.errors.BoundNotKeptWarning, match="caps are torch's own.*no such time"):
-        plan, report = choose_caps(graph, Broken(), eligible="structure")
-    assert plan.buckets == ByCap(eligible="structure").plan(GraphAnalysis(graph)).buckets != ()
+        plan, report = choose_caps(graph, Broken(), eligible=bool)
+    assert plan.buckets == ByCap(eligible=bool).plan(GraphAnalysis(graph)).buckets != ()
     assert "no such time" in report.warning
 
 
