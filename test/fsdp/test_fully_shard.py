@@ -14,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch import fsdp2
 from torch_ext_bucketing.errors import NotBucketedWarning
 from torch_ext_bucketing.fsdp import FSDPModule, fully_shard
 from torch_ext_bucketing.fsdp.gather import _division
@@ -385,4 +384,3 @@ def test_a_policy_may_keep_the_dtype_of_single_parameters(mesh):
         model = each(linear(), mesh=mesh, mp_policy=keep)
         groups.append([sent.gathered for g in param_groups(model) for sent in g.sent])
     assert groups == [[BF16, FP32]] * 2
-    assert fsdp2.policy_for(keep, nn.Parameter(torch.ones(2))).param_dtype is FP32

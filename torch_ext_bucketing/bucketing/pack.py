@@ -336,16 +336,6 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 PayloadKey = Callable[[fx.Node], Any]
 
 
-def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
-    """Return ``order``; raise a TypeError unless it is a callable or None."""
-    if order is not None and not callable(order):
-        raise TypeError(
-            "payload_order must be a callable that returns a start node's key, or None for graph "
-            f"order, got {order!r}"
-        )
-    return order
-
-
 def merge_and_report(
     analysis: GraphAnalysis,
     plan: MergePlan,

@@ -38,7 +38,7 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.inductor import default_cap_mb
-from ..errors import check_count
+from ..errors import check_count, check_positive
 from ..fsdp.units import Units
 from ..graph.analysis import UNTAGGED, Collective, GraphAnalysis
 from ..graph.nodes import FSDP_KINDS, KINDS, Kind, check_kinds
@@ -278,7 +278,7 @@ class CapPlanner:
                 except Exception as error:
                     where = f"bucket {index} of the {c.kind} group {c.group}"
                     raise RuntimeError(f"cap_mb failed for {where}") from error
-            check_cap(value, f"the cap of bucket {index}")
+            check_positive(f"the cap of bucket {index}", value, "number of MiB")
             return int(min(value * _MIB, 2**63))  # a huge float has no place in a report
 
         return cap_bytes
@@ -322,10 +322,5 @@ def check_caps(cap_mb: CapMb) -> None:
     for group, cap in caps.items():
         if cap is not None and not callable(cap):
             for number in cap if isinstance(cap, tuple) and cap else (cap,):
-                check_cap(number, f"cap_mb of group {group}" if group else "cap_mb")
-
-
-def check_cap(cap: Any, name: str) -> None:
-    """Raise a ValueError that has ``name`` unless ``cap`` is a positive number of MiB."""
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
-        raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
+                name = f"cap_mb of group {group}" if group else "cap_mb"
+                check_positive(name, number, "number of MiB")
