@@ -26,7 +26,7 @@ from ..bucketing.plan import BucketPlanner, ByCap, Eligible, Groups, check_group
 from ..errors import BoundNotKeptWarning, check_argument
 from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Precedence
-from ..graph.liveness import beside_text
+from ..graph.liveness import workspace_text
 from ..graph.nodes import (
     FSDP_KINDS,
     GraphLike,
@@ -134,7 +134,7 @@ def schedule(
                 machine=machine.describe(),
                 rank_order_ms=price,
                 optimizer_ms=optimizer_ms(model, order),
-                notes=(*notes, beside) if (beside := beside_text(graph)) else notes,
+                notes=(*notes, text) if (text := workspace_text(graph)) else notes,
             )
         if isinstance(gm, fx.GraphModule):
             gm.recompile()
