@@ -104,7 +104,9 @@ def in_rank_order(gradients, op):
     return total.to(wire)
 
 
-@pytest.mark.parametrize("fake_world", [2, 3, 5], indirect=True)
+@pytest.mark.parametrize(
+    "fake_world", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))], indirect=True
+)
 @settings(max_examples=40)
 @given(made=members, cap_mb=st.sampled_from((1e-5, 1e-4, 25)), seed=st.integers(0, 99))
 def test_gradients_are_added_in_the_order_of_the_ranks(fake_world, made, cap_mb, seed):
@@ -374,7 +376,7 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("fake_world", [3, 70], indirect=True)
+@pytest.mark.parametrize("fake_world", [70, pytest.param(3, marks=pytest.mark.slow)], indirect=True)
 def test_inductor_reads_what_is_received_once(fake_world):
     """One kernel packs and one adds; the size of a graph does not depend on the number of ranks."""
     gm, _ = graph_of([("reduce_scatter", 4, [32], torch.bfloat16, "avg")] * 3, fake_world)

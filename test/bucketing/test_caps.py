@@ -532,6 +532,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_same_plans_and_order_under_any_hash_seed():
     (plans, order), other = under_hash_seeds(SCRIPT)
     assert [plans, order] == other

@@ -118,7 +118,14 @@ def gaps(rank: int, kind: str, drawn_by_torch: bool) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [*KINDS])
-@pytest.mark.parametrize("drawn_by_torch", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "drawn_by_torch"),
+    [
+        ("selective", False),
+        pytest.param("whole", False, marks=pytest.mark.slow),
+        pytest.param("whole", True, marks=pytest.mark.slow),
+        pytest.param("selective", True, marks=pytest.mark.slow),
+    ],
+)
 def test_inductor_draws_the_same_in_backward(kind, drawn_by_torch):
     assert max(max(g) for g in on_ranks(gaps, kind, drawn_by_torch)) < 1e-5

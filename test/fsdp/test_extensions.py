@@ -146,6 +146,7 @@ def _gathered(rank: int) -> tuple[list[bytes], list[bytes]]:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_units_are_gathered_as_eagers_bytes() -> None:
     for eager, ours in on_ranks(_gathered):
         assert len(eager) == 3

@@ -63,8 +63,15 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("gather_once", [False, True])
-@pytest.mark.parametrize("reduce_dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    ("reduce_dtype", "gather_once"),
+    [
+        (BF16, False),
+        (FP32, True),
+        pytest.param(BF16, True, marks=pytest.mark.slow),
+        pytest.param(FP32, False, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype, gather_once):
     eager = Tied()
     if reduce_dtype is FP32:  # see ReduceOnce: uses in one dtype, microbatches in the other
@@ -197,7 +204,11 @@ def compiled_by_recipe(made):
     return b, torch.compile(made, backend=b, fullgraph=True)
 
 
-@pytest.mark.parametrize("dtypes", [(None, None), (BF16, FP32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [pytest.param((None, None), marks=pytest.mark.slow), (BF16, FP32)],
+    ids=["fp32", "bf16"],
+)
 def test_microbatches_are_scattered_inside_a_node_and_all_reduced_once(dtypes):
     """As eager FSDP2 does with ``set_requires_all_reduce(False)``, on 2 x 2 ranks."""
     theirs, whole, blocks = (

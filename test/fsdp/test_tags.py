@@ -54,12 +54,12 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
 WAYS = [
-    (shard_by_parametrization, None, "default"),
     (shard_by_parametrization, torch.bfloat16, "min_cut"),
-    (shard_by_property, None, "min_cut"),
-    (shard_by_property, torch.bfloat16, "default"),
+    (shard_by_property, None, "default"),
+    pytest.param(shard_by_parametrization, None, "default", marks=pytest.mark.slow),
+    pytest.param(shard_by_property, torch.bfloat16, "min_cut", marks=pytest.mark.slow),
 ]
-"""Each two values of two arguments once."""
+"""By day each value once."""
 
 
 @pytest.mark.parametrize(("shard", "dtype", "partitioner"), WAYS)

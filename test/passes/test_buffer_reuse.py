@@ -136,8 +136,8 @@ def watched_step(passes: list[teb.GraphPass], mode: str) -> tuple[InFlight, int]
     ("case", "mode"),
     [
         ("units apart", "hybrid_shard"),
-        ("caps", "fully_shard"),
-        ("all-to-all", "hybrid_shard"),
+        pytest.param("caps", "fully_shard", marks=pytest.mark.slow),
+        pytest.param("all-to-all", "hybrid_shard", marks=pytest.mark.slow),
     ],
 )
 def test_no_memory_of_a_collective_is_reused_before_its_wait(case, mode):

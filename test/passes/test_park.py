@@ -50,6 +50,12 @@ def compiled(*passes, compiler=None, again=(), run=step):
     return graphs, b.last_report()
 
 
+@functools.cache
+def all_parked():
+    """Compile with all activations parked; return graphs that tests only read, and the report."""
+    return compiled(Park([""]))
+
+
 def copies(gm):
     """List the copies of a graph, each with its wait and their source."""
     found = []
@@ -93,7 +99,7 @@ def test_host_memory_is_not_device_memory(fake_world):
     """The device holds an activation until its copy has arrived, and again from the reload on."""
     plain, _ = compiled()
     torch._dynamo.reset()
-    parked, report = compiled(Park([""]))
+    parked, report = all_parked()
     nbytes = sum(reports(report)[0].parked.values())
     (plain_out, out) = (GraphAnalysis(g["forward"].graph).liveness.profile for g in (plain, parked))
     live = [
@@ -184,7 +190,7 @@ def host_copies_of(model):
 
 @pytest.mark.parametrize(("stage", "stream"), [("forward", TO_HOST), ("backward", FROM_HOST)])
 def test_copies_run_one_after_the_other_on_a_stream(fake_world, stage, stream):
-    graphs, _ = compiled(Park([""]))
+    graphs, _ = all_parked()
     machine = teb.Machine(host_bandwidth=1e6, kernel_ms=0.003)
     model = model_of(graphs[stage].graph, machine)
     launched = host_copies_of(model)

@@ -50,8 +50,8 @@ def _compiled_equals_eager(rank, mode, reduce_dtype):
 @pytest.mark.parametrize(
     ("mode", "world", "reduce_dtype"),
     [
-        ("fully_shard", 2, None),
         ("hybrid_shard", 4, torch.float32),
+        pytest.param("fully_shard", 2, None, marks=pytest.mark.slow),
         pytest.param("replicate", 2, torch.float32, marks=pytest.mark.slow),
     ],
 )

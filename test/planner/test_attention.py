@@ -37,9 +37,13 @@ ops = torch.ops.attention_test
 @pytest.mark.parametrize(
     ("kernel", "compiler"),
     [
-        *((k, "inductor") for k in ("cudnn", "math", "varlen", "FlexAttention")),
-        ("cudnn", "aot_eager"),
-        *(pytest.param(k, "inductor", marks=pytest.mark.slow) for k in ("flash", "efficient")),
+        ("cudnn", "inductor"),
+        ("FlexAttention", "inductor"),
+        *(
+            pytest.param(k, "inductor", marks=pytest.mark.slow)
+            for k in ("math", "varlen", "flash", "efficient")
+        ),
+        pytest.param("cudnn", "aot_eager", marks=pytest.mark.slow),
     ],
 )
 def test_attention_without_dropout_is_recomputed(kernel, compiler):
@@ -47,7 +51,9 @@ def test_attention_without_dropout_is_recomputed(kernel, compiler):
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "two_ranks")
-@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+@pytest.mark.parametrize(
+    "compiler", ["inductor", pytest.param("aot_eager", marks=pytest.mark.slow)]
+)
 def test_attention_with_dropout_is_saved(compiler):
     assert outcome(fused("efficient", 0.1), compiler) == "saved"
 
@@ -94,7 +100,9 @@ class Stack(Blocks):
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "two_ranks")
-@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+@pytest.mark.parametrize(
+    "compiler", ["inductor", pytest.param("aot_eager", marks=pytest.mark.slow)]
+)
 def test_an_operator_is_recomputed_only_if_its_tags_allow_that(compiler):
     for name, again in {"untagged": 0, "pointwise": 2}.items():
         graphs, report = halves(Stack(getattr(ops, name).default), compiler)

@@ -224,7 +224,7 @@ def test_state_is_looked_at_before_a_step(tiny):
         step(TOKENS)
 
 
-@pytest.mark.parametrize("goal", ["parity", "speed"])
+@pytest.mark.parametrize("goal", [pytest.param("parity", marks=pytest.mark.slow), "speed"])
 def test_updates_fill_the_wait_for_the_last_reduction(model, goal):
     """Without clipping, all buckets but the last are updated before that is waited for."""
     passes = teb.recipe(model, units=UNITS, machine=NO_HOST)
