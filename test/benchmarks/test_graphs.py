@@ -85,7 +85,12 @@ def llama_fqns(layers):
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("llama3_8b_fsdp64.forward", 1), ("deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2)],
+    [
+        ("llama3_8b_fsdp64.forward", 1),
+        pytest.param(
+            "deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_data_keeps_names_descriptors_tags_and_sizes(cache, monkeypatch, name, layers):
     """First of all, so that the other tests find on the disk what is traced here."""
@@ -200,7 +205,7 @@ def small_deepseek(world):
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
-        (small_llama, parallel.Layout(fsdp=4, tensor=2)),
+        pytest.param(small_llama, parallel.Layout(fsdp=4, tensor=2), marks=pytest.mark.slow),
         pytest.param(small_deepseek, parallel.Layout(fsdp=4, expert=2), marks=pytest.mark.slow),
     ],
     ids=["llama", "deepseek"],
@@ -411,7 +416,7 @@ SLOW = pytest.mark.slow
     ("name", "compiled"),
     [
         *(("llama3_8b_fsdp8_tp8.backward.recompute", compiled) for compiled in COMPILES),
-        ("deepseek_v3_fsdp64_ep8_dropless.forward", "cpu"),
+        pytest.param("deepseek_v3_fsdp64_ep8_dropless.forward", "cpu", marks=SLOW),
         *(
             pytest.param("deepseek_v3_fsdp64_ep8.backward.recompute", compiled, marks=SLOW)
             for compiled in COMPILES

@@ -96,7 +96,10 @@ PASSES = {
 }
 
 
-@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize(
+    "passes",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "parity" else n for n in PASSES],
+)
 def test_a_dropless_mixture_of_experts_is_bucketed_and_scheduled(passes, fake_world, whole_graph):
     model = sharded()
     backend = teb.backend("aot_eager", passes=PASSES[passes](model), size_hints=5)

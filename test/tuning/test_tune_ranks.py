@@ -163,8 +163,10 @@ FAILED = "rank 1 failed before the optimizer's step"
     ("how", "texts"),
     [
         ("raise", (FAILED, "ValueError: boom")),
-        ("late", ("rank 1 did not come to the step in 2 s",)),
-        pytest.param("compile", (FAILED, "no compiler"), marks=pytest.mark.torch),
+        pytest.param("late", ("rank 1 did not come to the step in 2 s",), marks=pytest.mark.slow),
+        pytest.param(
+            "compile", (FAILED, "no compiler"), marks=[pytest.mark.torch, pytest.mark.slow]
+        ),
     ],
 )
 def test_a_rank_that_fails_or_is_late_stops_all_with_the_weights_of_before(how, texts):
