@@ -168,7 +168,10 @@ def test_a_unit_that_a_graph_break_divides_is_named(fake_world):
 
 @pytest.mark.parametrize(
     ("model", "units"),
-    [(Broken, ["embedding", "layers.0", "layers.1", "head"]), (Lean, ["layers.0", ""])],
+    [
+        (Broken, ["embedding", "layers.0", "layers.1", "head"]),
+        pytest.param(Lean, ["layers.0", ""], marks=pytest.mark.slow),
+    ],
 )
 def test_units_that_no_graph_break_divides_get_no_warning(fake_world, model, units):
     assert divided(model(), units)[0] == []
@@ -228,9 +231,9 @@ def tied():
     ("make", "mode", "passes", "expected"),
     [
         (Lean, "hybrid_shard", "units", "6 all_reduce of the backward graph are not"),
-        (Lean, "hybrid_shard", "recipe", ""),
+        pytest.param(Lean, "hybrid_shard", "recipe", "", marks=pytest.mark.slow),
         (tied, "fully_shard", "units", "embedding.weight have several uses in one graph"),
-        (tied, "fully_shard", "recipe", ""),
+        pytest.param(tied, "fully_shard", "recipe", "", marks=pytest.mark.slow),
         (Lean, "", "units", "no collective serves embedding.weight, "),
         (Lean, "half", "recipe", "2 parameter(s) of Lean are trained and not sharded"),
         (Lean, "replicate", "recipe", ""),

@@ -148,7 +148,7 @@ def hybrid(rank: int) -> list[bool]:
     ("function", "world"),
     [
         pytest.param(clipped, 2, marks=pytest.mark.torch),
-        (experts, 3),
+        pytest.param(experts, 3, marks=pytest.mark.slow),
         pytest.param(uneven, 3, marks=pytest.mark.slow),
         pytest.param(copies, 2, marks=pytest.mark.slow),
         pytest.param(hybrid, 4, marks=pytest.mark.slow),

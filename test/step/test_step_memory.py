@@ -117,7 +117,7 @@ def bounded(model: nn.Module, optimizer):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (adamw, {}),
+        pytest.param(adamw, {}, marks=pytest.mark.slow),
         (sgd, {"max_norm": 1.0, "microbatches": 2}),
     ],
 )
