@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from marks import at_night
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -265,12 +266,7 @@ def test_times_of_a_machine_and_of_sizes_that_depend_on_data(tmp_path, capsys):
     [
         ("h100", "huge_on_cuda", "_scaled_dot_product_cudnn_attention"),
         ("mi300x", "huge_on_cuda", "_scaled_dot_product_flash_attention"),
-        pytest.param(
-            "h100",
-            "huge_with_wide_heads",
-            "_scaled_dot_product_efficient_attention",
-            marks=pytest.mark.slow,
-        ),
+        at_night("h100", "huge_with_wide_heads", "_scaled_dot_product_efficient_attention"),
     ],
 )
 def test_no_weights_and_the_attention_of_the_gpu(gpu, target, kernel):
@@ -492,7 +488,7 @@ TOKENS_OF = {"ViT": 1, "Whisper": 24, "T5": 512, "Bert": 48}
 
 @pytest.mark.parametrize(
     "architecture",
-    [name if "ViT" in name else pytest.param(name, marks=pytest.mark.slow) for name in TASKS],
+    [name if "ViT" in name else at_night(name) for name in TASKS],
 )
 def test_the_architecture_of_a_configuration_decides(architecture, tmp_path):
     """Inputs are those of the model's own ``forward``, with sizes of its configuration."""
@@ -552,7 +548,7 @@ def fused_experts_by_columns(mesh):
     return fused_experts(mesh, lambda p: Shard(1) if p.ndim == 3 else None)
 
 
-@pytest.mark.parametrize("goal", ["parity", pytest.param("speed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("goal", ["parity", at_night("speed")])
 def test_uneven_shards_are_reported_with_a_placement_that_avoids_them(goal):
     options = {"mesh": {"fsdp": RANKS}, "backend": "aot_eager", "goal": goal}
     with pytest.warns(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from collective_graphs import fake_group
+from marks import at_night
 from sharded_models import (
     TWO_BLOCKS_FQNS,
     TwoBlocks,
@@ -87,15 +88,10 @@ def test_without_a_goal_it_is_parity(fake_world):
     [
         ("hybrid_shard", "speed"),
         ("replicate", "parity"),
-        *(
-            pytest.param(mode, goal, marks=pytest.mark.slow)
-            for mode, goal in (
-                ("fully_shard", "parity"),
-                ("fully_shard", "speed"),
-                ("hybrid_shard", "parity"),
-                ("replicate", "speed"),
-            )
-        ),
+        at_night("fully_shard", "parity"),
+        at_night("fully_shard", "speed"),
+        at_night("hybrid_shard", "parity"),
+        at_night("replicate", "speed"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
@@ -325,7 +321,7 @@ def _frames():
 
     by_day = (decorated, method, each_block)
     ways = [v for k, v in locals().items() if k != "by_day"]
-    return [w if w in by_day else pytest.param(w, marks=pytest.mark.slow) for w in ways]
+    return [w if w in by_day else at_night(w) for w in ways]
 
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
@@ -392,8 +388,8 @@ def distillation(student, teacher, tokens):
     ("calls", "frozen"),
     [
         (True, True),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        pytest.param(False, True, marks=pytest.mark.slow),
+        at_night(True, False),
+        at_night(False, True),
     ],
 )
 def test_several_models_share_a_recipe(fake_world, calls, frozen):
@@ -434,7 +430,7 @@ def test_a_list_of_models_is_checked(fake_world):
         teb.recipe([model], reference=model)
 
 
-@pytest.mark.parametrize("goal", ["parity", pytest.param("speed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("goal", ["parity", at_night("speed")])
 def test_a_planned_step_of_several_models(fake_world, goal):
     """The optimizer's model is updated in the graph; the other one keeps its weights."""
     student, teacher = models = [sharded(), sharded()]

@@ -16,6 +16,7 @@ from collective_graphs import (
     starts,
     trace,
 )
+from marks import at_night
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -192,8 +193,8 @@ def test_views_of_merged_members_hold_no_memory_of_their_own(fake_world):
     ("compiler", "rows"),
     [
         ("inductor", 1),
-        pytest.param("aot_eager", 1, marks=pytest.mark.slow),
-        pytest.param("inductor", 2, marks=pytest.mark.slow),
+        at_night("aot_eager", 1),
+        at_night("inductor", 2),
     ],
 )
 def test_a_gathered_parameter_can_be_viewed_whatever_the_rows_of_a_shard(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from marks import at_night
 from rank_pool import on_ranks
 from torch.distributed import fsdp as eager
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,9 +123,9 @@ def gaps(rank: int, kind: str, drawn_by_torch: bool) -> list[float]:
     ("kind", "drawn_by_torch"),
     [
         ("selective", False),
-        pytest.param("whole", False, marks=pytest.mark.slow),
-        pytest.param("whole", True, marks=pytest.mark.slow),
-        pytest.param("selective", True, marks=pytest.mark.slow),
+        at_night("whole", False),
+        at_night("whole", True),
+        at_night("selective", True),
     ],
 )
 def test_inductor_draws_the_same_in_backward(kind, drawn_by_torch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from fully_shard_programs import run_drawn
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import TwoBlocks, step
 from torch.distributed import fsdp as eager
@@ -32,9 +33,9 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
     [
         (4, 4, 1),
         (4, 5, 2),
-        pytest.param(2, 100, 1, marks=pytest.mark.slow),
-        pytest.param(4, 60, 1, marks=pytest.mark.slow),
-        pytest.param(4, 40, 2, marks=pytest.mark.slow),
+        at_night(2, 100, 1),
+        at_night(4, 60, 1),
+        at_night(4, 40, 2),
     ],
 )
 def test_bits_of_any_program_are_those_of_eager_fsdp2(ranks, programs, tensor):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from blocks_on_ranks import assert_equal, mesh, model, tokens
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,8 +69,8 @@ def one_rank(tmp_path):
     [
         (BF16, False),
         (FP32, True),
-        pytest.param(BF16, True, marks=pytest.mark.slow),
-        pytest.param(FP32, False, marks=pytest.mark.slow),
+        at_night(BF16, True),
+        at_night(FP32, False),
     ],
 )
 def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype, gather_once):
@@ -206,7 +207,7 @@ def compiled_by_recipe(made):
 
 @pytest.mark.parametrize(
     "dtypes",
-    [pytest.param((None, None), marks=pytest.mark.slow), (BF16, FP32)],
+    [at_night((None, None)), (BF16, FP32)],
     ids=["fp32", "bf16"],
 )
 def test_microbatches_are_scattered_inside_a_node_and_all_reduced_once(dtypes):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from collective_graphs import C10D, all_gather, all_reduce, lines_run, reduce_scatter, trace
+from marks import at_night
 from sharded_models import (
     TWO_BLOCKS_FQNS,
     Capture,
@@ -56,8 +57,8 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
 WAYS = [
     (shard_by_parametrization, torch.bfloat16, "min_cut"),
     (shard_by_property, None, "default"),
-    pytest.param(shard_by_parametrization, None, "default", marks=pytest.mark.slow),
-    pytest.param(shard_by_property, torch.bfloat16, "min_cut", marks=pytest.mark.slow),
+    at_night(shard_by_parametrization, None, "default"),
+    at_night(shard_by_property, torch.bfloat16, "min_cut"),
 ]
 """By day each value once."""
 

@@ -15,6 +15,7 @@ import torch.nn as nn
 from collective_graphs import C10D, all_gather, assert_same, run_all_ranks, trace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import at_night
 from random_graphs import Builder, choose_caps
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,7 +99,7 @@ PASSES = {
 
 @pytest.mark.parametrize(
     "passes",
-    [pytest.param(n, marks=pytest.mark.slow) if n == "parity" else n for n in PASSES],
+    [at_night(n) if n == "parity" else n for n in PASSES],
 )
 def test_a_dropless_mixture_of_experts_is_bucketed_and_scheduled(passes, fake_world, whole_graph):
     model = sharded()

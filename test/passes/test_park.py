@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, step, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
@@ -316,10 +317,10 @@ def _beside_eager(rank, compiler, again, schedules, chosen):
     ("compiler", "again", "schedules", "chosen"),
     [
         ("pools", (), True, True),
-        pytest.param("pools", (0,), True, False, marks=pytest.mark.slow),
-        pytest.param("pools", (), False, False, marks=pytest.mark.slow),
-        pytest.param("aot_eager", (), True, False, marks=pytest.mark.slow),
-        pytest.param("inductor", (0,), True, False, marks=pytest.mark.slow),
+        at_night("pools", (0,), True, False),
+        at_night("pools", (), False, False),
+        at_night("aot_eager", (), True, False),
+        at_night("inductor", (0,), True, False),
     ],
     ids=["chosen", "checkpointed", "not-scheduled", "aot_eager", "inductor"],
 )

@@ -6,6 +6,7 @@ import torch.fx as fx
 import torch.nn as nn
 from collective_graphs import trace
 from cuda_attention import DIM, HEADS, KERNELS, TOKENS, Blocks, fused, halves, outcome, register
+from marks import at_night
 from rank_pool import on_ranks
 
 import torch_ext_bucketing as teb
@@ -39,11 +40,8 @@ ops = torch.ops.attention_test
     [
         ("cudnn", "inductor"),
         ("FlexAttention", "inductor"),
-        *(
-            pytest.param(k, "inductor", marks=pytest.mark.slow)
-            for k in ("math", "varlen", "flash", "efficient")
-        ),
-        pytest.param("cudnn", "aot_eager", marks=pytest.mark.slow),
+        *(at_night(k, "inductor") for k in ("math", "varlen", "flash", "efficient")),
+        at_night("cudnn", "aot_eager"),
     ],
 )
 def test_attention_without_dropout_is_recomputed(kernel, compiler):
@@ -51,9 +49,7 @@ def test_attention_without_dropout_is_recomputed(kernel, compiler):
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "two_ranks")
-@pytest.mark.parametrize(
-    "compiler", ["inductor", pytest.param("aot_eager", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compiler", ["inductor", at_night("aot_eager")])
 def test_attention_with_dropout_is_saved(compiler):
     assert outcome(fused("efficient", 0.1), compiler) == "saved"
 
@@ -100,9 +96,7 @@ class Stack(Blocks):
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "two_ranks")
-@pytest.mark.parametrize(
-    "compiler", ["inductor", pytest.param("aot_eager", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compiler", ["inductor", at_night("aot_eager")])
 def test_an_operator_is_recomputed_only_if_its_tags_allow_that(compiler):
     for name, again in {"untagged": 0, "pointwise": 2}.items():
         graphs, report = halves(Stack(getattr(ops, name).default), compiler)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import fake_group
+from marks import at_night
 from random_joint import BLOCKS, random_joint, random_planner
 from sharded_models import Keep, TwoBlocks, checkpointed
 from torch._dynamo.exc import BackendCompilerFailed
@@ -178,10 +179,7 @@ def halves(*passes, dim=64, reduce_dtype=None):
     ("seed", "to", "fuses"),
     [
         (1, 2, True),
-        *(
-            pytest.param(*made, marks=pytest.mark.slow)
-            for made in ((0, None, True), (2, 2, False), (3, None, False))
-        ),
+        *(at_night(*made) for made in ((0, None, True), (2, 2, False), (3, None, False))),
     ],
 )
 def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed, to, fuses):
@@ -221,7 +219,7 @@ def test_fused_kernels_read_and_write_the_buffers_of_buckets(fake_world):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, at_night(1)])
 def test_halves_with_parked_activations_are_what_the_partitioner_makes(fake_world, seed):
     pytest.importorskip(COPIES)
     import_copies()
@@ -572,7 +570,7 @@ def test_a_choice_may_fit_in_an_order_of_its_own_alone():
 
 @pytest.mark.parametrize(
     ("seed", "share"),
-    [(4, 0.5), *(pytest.param(*drawn, marks=pytest.mark.slow) for drawn in ((1, 0.5), (9, 0.3)))],
+    [(4, 0.5), *(at_night(*drawn) for drawn in ((1, 0.5), (9, 0.3)))],
 )
 def test_the_number_of_gathers_is_near_the_best(two_ranks, seed, share):
     """Gathers and kernels of backward take equally long: no quarter of the gathers is the best."""
@@ -650,7 +648,7 @@ class MaskedBlock(torch.nn.Module):
         return x + self.w2(torch.relu(h.squeeze(1)))
 
 
-@pytest.mark.parametrize("vocabulary", [pytest.param(16, marks=pytest.mark.slow), 1024])
+@pytest.mark.parametrize("vocabulary", [at_night(16), 1024])
 def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocabulary):
     """The peak is in the blocks with the small vocabulary, and in the loss with the large one."""
     found = []
@@ -671,7 +669,7 @@ def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocab
     assert not ours.choose(min(peaks)).above
 
 
-@pytest.mark.parametrize("activations", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("activations", [at_night(False), True])
 def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
     shorter = 0
     for seed in range(5, 11):

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from marks import at_night
 from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -316,12 +317,11 @@ class Broken(nn.Module):
     [
         ([(2,), (2, 1), (2,)], (), "'shared', an input of unit 'units.1',"),
         ([(2,), (2,), (2,)], (0, 1), ""),
-        pytest.param([(2,), (1, 2), (2,)], (), "", marks=pytest.mark.slow),
-        pytest.param(
+        at_night([(2,), (1, 2), (2,)], (), ""),
+        at_night(
             [(2,), (2,), (2,)],
             (0, 2),
             "'shared', an input of unit 'units.0', 'units.1', 'units.2',",
-            marks=pytest.mark.slow,
         ),
     ],
 )

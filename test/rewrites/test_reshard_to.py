@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from expecttest import assert_expected_inline
 from joint_graphs import Joint
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import Capture, Keep, TwoBlocks, eager_fsdp2, step, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
@@ -205,9 +206,7 @@ def check_a_group(backward):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    "partitioner", [pytest.param("default", marks=pytest.mark.slow), "min_cut"]
-)
+@pytest.mark.parametrize("partitioner", [at_night("default"), "min_cut"])
 def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
     model = sharded(init_device_mesh("cpu", (4,)), cls=Checkpointed)
     reshard = teb.ReshardAfterForward(keep=["layers.1"], to=2)
@@ -336,8 +335,8 @@ def _beside_eager(rank, memory):
     ("memory", "again"),
     [
         (None, {2: 2}),
-        pytest.param(teb.PeakMemory(ratio=0.9), {2: 1}, marks=pytest.mark.slow),
-        pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=pytest.mark.slow),
+        at_night(teb.PeakMemory(ratio=0.9), {2: 1}),
+        at_night(teb.PeakMemory(ratio=9.0), {}),
     ],
     ids=["given", "0.9", "9.0"],
 )

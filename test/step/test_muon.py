@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import Keep, small_transformer, tokens_of
 from torch.distributed.checkpoint.state_dict import (
@@ -148,11 +149,11 @@ def hybrid(rank: int) -> list[bool]:
     ("function", "world"),
     [
         pytest.param(clipped, 2, marks=pytest.mark.torch),
-        pytest.param(experts, 3, marks=pytest.mark.slow),
-        pytest.param(uneven, 3, marks=pytest.mark.slow),
-        pytest.param(copies, 2, marks=pytest.mark.slow),
-        pytest.param(hybrid, 4, marks=pytest.mark.slow),
-        pytest.param(hybrid_experts, 4, marks=pytest.mark.slow),
+        at_night(experts, 3),
+        at_night(uneven, 3),
+        at_night(copies, 2),
+        at_night(hybrid, 4),
+        at_night(hybrid_experts, 4),
     ],
 )
 def test_bits_are_those_of_the_whole_matrices(function, world):

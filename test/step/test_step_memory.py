@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from collective_graphs import fake_group
+from marks import at_night
 from sharded_models import Keep
 from step_pairs import Ugly, loss_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -117,7 +118,7 @@ def bounded(model: nn.Module, optimizer):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        pytest.param(adamw, {}, marks=pytest.mark.slow),
+        at_night(adamw, {}),
         (sgd, {"max_norm": 1.0, "microbatches": 2}),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.fx as fx
 import torch.nn as nn
+from marks import at_night
 from sharded_models import Keep, small_transformer
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
@@ -224,7 +225,7 @@ def test_state_is_looked_at_before_a_step(tiny):
         step(TOKENS)
 
 
-@pytest.mark.parametrize("goal", [pytest.param("parity", marks=pytest.mark.slow), "speed"])
+@pytest.mark.parametrize("goal", [at_night("parity"), "speed"])
 def test_updates_fill_the_wait_for_the_last_reduction(model, goal):
     """Without clipping, all buckets but the last are updated before that is waited for."""
     passes = teb.recipe(model, units=UNITS, machine=NO_HOST)

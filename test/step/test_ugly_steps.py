@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from marks import at_night
 from rank_pool import on_ranks
 from step_pairs import UNITS, Pair, Ugly, loss_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -269,7 +270,7 @@ def name_of(case) -> str:
 
 
 def slow(*case):
-    return pytest.param(case, marks=pytest.mark.slow, id=name_of(case))
+    return at_night(case, id=name_of(case))
 
 
 CASES = [

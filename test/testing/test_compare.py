@@ -11,6 +11,7 @@ from typing import Any
 import compared_models as models
 import pytest
 import torch
+from marks import at_night
 from sharded_models import shard_by_parametrization
 
 import torch_ext_bucketing as teb
@@ -107,9 +108,9 @@ ADDITIONS = ("activations", "uses", "hybrid order")
     ("group", "name"),
     [
         pytest.param("dynamo", "Dynamo", marks=pytest.mark.torch),
-        *(pytest.param("faults", name, marks=pytest.mark.slow) for name in FAULTS),
-        *(pytest.param("hybrid", name, marks=pytest.mark.slow) for name in HYBRID),
-        *(pytest.param("orders", name, marks=pytest.mark.slow) for name in ORDERS),
+        *(at_night("faults", name) for name in FAULTS),
+        *(at_night("hybrid", name) for name in HYBRID),
+        *(at_night("orders", name) for name in ORDERS),
     ],
 )
 def test_the_cause_is_named(group: str, name: str):
