@@ -133,8 +133,9 @@ class Unit:
     def take_divisors(self) -> None:
         """Divide gradients as FSDP2's settings say."""
         for group in groups_of(self.state):
+            factor, only_sums = group.gradient_divide_factor, group.force_sum_reduction_for_comms
             for unshard in self.unshards(group):
-                unshard.divide_by(group.gradient_divide_factor, group.force_sum_reduction_for_comms)
+                unshard.reduction = unshard.reduction._replace(factor=factor, only_sums=only_sums)
 
     def begin(self) -> None:
         """Prepare for gathers in a graph, before a forward or while Dynamo traces it.
