@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import NotBucketedWarning
 from torch_ext_bucketing.fsdp import FSDPModule, fully_shard
-from torch_ext_bucketing.fsdp.gather import _division
+from torch_ext_bucketing.fsdp.gather import Reduction
 from torch_ext_bucketing.fsdp.modules import param_groups
 
 pytestmark = pytest.mark.torch
@@ -179,7 +179,8 @@ def test_gradients_are_divided_as_by_eager_fsdp2(mesh, dtype, factor, sums, repl
         return  # refused, see above
     groups = Group(4), None if replicas == 1 else Group(replicas)
     theirs = _get_gradient_divide_factors(groups[0], groups[1], dtype, "cpu", factor, sums)
-    before, op, replica_op, after = _division(dtype, 4, 4 * replicas, factor, sums)
+    reduction = Reduction(None, None, 4, None, 4 * replicas, 0, 4, factor, sums)
+    before, op, replica_op, after = reduction._division(dtype)
     assert (before, after) == (theirs[0] or 1, theirs[1] or 1)
     names = [str(found).lower().rpartition(".")[2] for found in theirs[2:]]
     # Multiplying by 1 before the sum changes nothing.
