@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn as nn
 from collective_graphs import fake_group
-from marks import at_night
 from sharded_models import Keep
 from step_pairs import Ugly, loss_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,10 +114,11 @@ def bounded(model: nn.Module, optimizer):
     return teb.recipe(model, "speed", memory=memory, optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        at_night(adamw, {}),
+        (adamw, {}),
         (sgd, {"max_norm": 1.0, "microbatches": 2}),
     ],
 )
