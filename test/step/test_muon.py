@@ -290,6 +290,7 @@ def plan_of(rank: int) -> list[object]:
     return [[(str(n.target), n.name, costs(n), costs.result_bytes(n)) for n in ours], sizes]
 
 
+@pytest.mark.slow
 def test_ranks_with_other_rows_plan_alike():
     first, *others = on_ranks(plan_of, world=3, timeout_s=240)
     assert all(other[0] == first[0] for other in others)
