@@ -43,6 +43,9 @@ with private_torch():
         FSDPParamGroup as FSDPParamGroup,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+    from torch.distributed.fsdp._fully_shard._fully_shard import (
+        _unimplemented_deepcopy as refuse_deepcopy,
+    )
     from torch.utils._python_dispatch import (
         is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
     )
