@@ -405,13 +405,6 @@ def has_not_run(state: FSDPState) -> bool:
     return state._is_root is None
 
 
-def policy_for(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
-    """Return a unit's policy for one parameter, by ``param_dtype_override_fn`` (since 2.15)."""
-    resolve = getattr(policy, "_resolve_for_param", None)
-    resolved: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
-    return resolved
-
-
 def sent(
     dim: int,
     shards: Iterable[int],
