@@ -219,7 +219,11 @@ def _scalar(mesh):
 BAD = [
     (lambda m: fully_shard(3, mesh=m), TypeError, "module must be a torch.nn.Module or a list"),
     (lambda m: fully_shard([], mesh=m), ValueError, "list of modules is empty"),
-    (lambda m: fully_shard(nn.ModuleList([linear()]), mesh=m), ValueError, "do not implement forward"),
+    (
+        lambda m: fully_shard(nn.ModuleList([linear()]), mesh=m),
+        ValueError,
+        "do not implement forward",
+    ),
     (lambda m: fully_shard(linear(), mesh=4), TypeError, "mesh must be a DeviceMesh or None, got"),
     (
         lambda m: fully_shard(linear(), mesh=m, reshard_after_forward=3),

@@ -154,7 +154,6 @@ def a_model_that_returns_a_dtensor(side):
         )
 
 
-
 @case(world=4)
 def a_parameter_of_another_mesh(side):
     mesh = side.mesh(2, 2, names=("data", "expert"))
