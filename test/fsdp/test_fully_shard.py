@@ -219,7 +219,11 @@ def _scalar(mesh):
 BAD = [
     (lambda m: fully_shard(3, mesh=m), TypeError, "module must be a torch.nn.Module or a list"),
     (lambda m: fully_shard([], mesh=m), ValueError, "list of modules is empty"),
-    (lambda m: fully_shard(nn.ModuleList([linear()]), mesh=m), ValueError, "has no forward"),
+    (
+        lambda m: fully_shard(nn.ModuleList([linear()]), mesh=m),
+        ValueError,
+        "do not implement forward",
+    ),
     (lambda m: fully_shard(linear(), mesh=4), TypeError, "mesh must be a DeviceMesh or None, got"),
     (
         lambda m: fully_shard(linear(), mesh=m, reshard_after_forward=3),
@@ -267,7 +271,7 @@ BAD = [
         TypeError,
         "ignored_params must be parameters, got 'weight'",
     ),
-    (_twice, ValueError, "was given to fully_shard.. before"),
+    (_twice, AssertionError, "was given to fully_shard.. before"),
     (_inside, ValueError, "weight of a Linear has a unit already.*inner modules first"),
     (_tied, ValueError, r"weight of a Linear is shared with another unit.*fully_shard\(\[a, b\]\)"),
     (_scalar, ValueError, "Change scale to a 1D tensor"),
@@ -278,7 +282,7 @@ BAD = [
     ),
     (
         lambda m: fully_shard(eager.fully_shard(linear(), mesh=m), mesh=m),
-        ValueError,
+        AssertionError,
         "was given to fully_shard.. before",
     ),
     (

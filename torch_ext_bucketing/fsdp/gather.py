@@ -12,13 +12,11 @@ Shards on another dimension than 0 travel contiguous, as eager FSDP2's
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch.fsdp2 import (
@@ -53,11 +51,9 @@ class Unshard:
         self.managed, self.layout, self.extension, self.unit = managed, layout, extension, unit
         self.dim, self.shard_size = layout.dim, layout.shards
         self.shape: tuple[int, ...] = tuple(managed._orig_size)
-        self.attach = torch.compiler.allow_in_graph(attach)
-        self.whole: tuple[Any, ...] = ()
+        self.part: tuple[Any, ...] = ()  # of a `DTensor`: its mesh and placements, shape, stride
         if is_distributed(original):
-            self.attach = _attach_on(mesh_of(original), original.placements)  # type: ignore[attr-defined]
-            self.whole = (tuple(original.shape), original.stride())
+            self.part = (_empty_like(original), tuple(original.shape), original.stride())
         mesh, shard_dim, replica_dim = layout.mesh, layout.shard_dim, layout.replica_dim
         self.shard_group = None if shard_dim is None else mesh_group(mesh, shard_dim)
         replicas = None if replica_dim is None else mesh_group(mesh, replica_dim)
@@ -112,12 +108,12 @@ class Unshard:
         reduction = self.reduction_of(shard.dtype)
         wide = _comes_wide(self.param_dtype(shard.dtype), reduction.dtype)
         full = self.full
-        if full is None and self.extension is None and not self.whole and not wide:
+        if full is None and self.extension is None and not self.part and not wide:
             return _Gather.apply(shard, self.unreduced, self, None)
         if full is None:
             with torch.no_grad():
                 full = self.gather(shard)
-        return self.attach(shard, self.unreduced, reduction, full, *self.whole)
+        return attach(shard, self.unreduced, reduction, full, *self.part)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
         """Create a leaf that accumulates gradients, in one element's memory.
@@ -230,7 +226,7 @@ class Reduction(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """Gather the full parameter, or return a given one; ``inner``: as part of a ``DTensor``."""
+    """Gather the full parameter, or return a given one, as part of a ``DTensor`` with ``part``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -239,76 +235,70 @@ class _Gather(torch.autograd.Function):
         unreduced: torch.Tensor | None,
         how: Unshard | Reduction,
         full: torch.Tensor | None,
-        inner: tuple[Any, ...] | None = None,
+        *part: Any,
     ) -> torch.Tensor:
         ctx.reduction = how.reduction_of(shard.dtype) if isinstance(how, Unshard) else how
         ctx.dtype = shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
-        ctx.inner = inner
+        ctx.placements, ctx.others = None, (None,) * (2 + len(part))
         if isinstance(how, Unshard):
             return how.gather(shard)
         assert full is not None
         if _comes_wide(full.dtype, how.dtype):
             ctx.set_output_grad_dtype(None)
-        if inner is None:
+        if not part:
             return full.detach()
-        mesh, placements, shape, stride = inner
+        like, shape, stride = part
+        mesh, ctx.placements = like.device_mesh, like.placements
         return DTensor.from_local(
-            full, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+            full, mesh, ctx.placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.inner is not None:
+        if ctx.placements is not None:
             # FSDPParam._get_grad_inner_tensor sums a gradient that is partial on the inner mesh.
             # Since 2.15 the gradient has the reduction's dtype by then (`unsharded_grad_dtype`).
             dtype = ctx.reduction.dtype if REDUCES_BY_GRAD_DTYPE else None
-            grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.inner[1]).to_local()
+            grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.placements).to_local()
         if ctx.unreduced_dtype is not None:  # passed on to the leaf of a `ReduceOnce`
             if ctx.reduction.scatters_each:
                 grad = ctx.reduction.scattered(grad)
-            return None, grad.to(ctx.unreduced_dtype), None, None, None
+            return None, grad.to(ctx.unreduced_dtype), *ctx.others
         grad = ctx.reduction(grad).to(ctx.dtype)
         # The tensors of a subclass are views of one bucket. A class may want equal offsets of them.
         grad = grad.clone() if is_traceable_wrapper_subclass(grad) else grad
-        return grad, None, None, None, None
+        return grad, None, *ctx.others
 
 
+# Dynamo would require the parameter's class and dtype of the gradient.
+@torch.compiler.allow_in_graph
 def attach(
-    shard: torch.Tensor, unreduced: torch.Tensor | None, reduction: Reduction, full: torch.Tensor
+    shard: torch.Tensor,
+    unreduced: torch.Tensor | None,
+    reduction: Reduction,
+    full: torch.Tensor,
+    *part: Any,
 ) -> torch.Tensor:
     """Connect ``full``, which was gathered from ``shard``, to it: backward reduces the gradient."""
-    # Dynamo does not trace into this. It would require the parameter's class and dtype of the
-    # gradient.
-    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full)
+    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, *part)
     return attached
 
 
-_attach_by_mesh: dict[Any, tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
+_empty: dict[Any, torch.Tensor] = {}
 
 
-def _attach_on(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
-    """Return :func:`attach` for this rank's part of a ``DTensor`` on a mesh."""
-
-    def attach_part(
-        shard: torch.Tensor,
-        unreduced: torch.Tensor | None,
-        reduction: Reduction,
-        full: torch.Tensor,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-    ) -> torch.Tensor:
-        inner = (mesh, placements, shape, stride)
-        attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, inner)
-        return attached
-
-    # Parameters share one function, as Dynamo guards on it. It has the mesh, which can't be an
-    # argument of a node in Dynamo's graph. Not by the mesh itself: one made later, for new process
-    # groups, is equal.
-    key = (id(mesh), placements)
-    if key not in _attach_by_mesh:
-        _attach_by_mesh[key] = (mesh, torch.compiler.allow_in_graph(attach_part))
-    return _attach_by_mesh[key][1]
+def _empty_like(whole: Any) -> torch.Tensor:
+    """Return a ``DTensor`` without elements, on the mesh and with the placements of another."""
+    # A mesh gets into a graph in a tensor alone, and AOTAutograd finds the mesh of an output among
+    # the inputs. Parameters share one, as each is an input. Not by the mesh itself: one made later,
+    # for new process groups, is equal.
+    mesh, placements = mesh_of(whole), whole.placements
+    key = (id(mesh), placements, whole.ndim)
+    if key not in _empty:
+        local = torch.empty((0,) * whole.ndim, device=mesh.device_type)
+        _empty[key] = DTensor.from_local(local, mesh, placements, run_check=False)
+    return _empty[key]
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

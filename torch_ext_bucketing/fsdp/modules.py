@@ -28,7 +28,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -54,6 +54,7 @@ from .._torch.fsdp2 import (
     places_of,
     prepare_group,
     read_param_groups,
+    refuse_deepcopy,
     reshard_after_traced_backward,
     state_of,
     take_hooks,
@@ -482,17 +483,10 @@ def _sharded_class(plain: Any, names: tuple[str, ...], is_unit: bool) -> Any:
     members["named_parameters"] = _named_parameters
     if not is_unit:
         return type(plain.__name__, (plain,), {**members, "__deepcopy__": _plain_copy})
-    members["__deepcopy__"] = _refuse_copy
+    members["__deepcopy__"] = refuse_deepcopy
     # Dynamo counts the compiles of a code object, here those of one class.
     members["__call__"] = FunctionType(_call.__code__.replace(), _call.__globals__, "__call__")
     return type(f"FSDP{plain.__name__}", (FSDPModule, plain), members)
-
-
-def _refuse_copy(module: Any, memo: Any) -> NoReturn:
-    raise AssertionError(
-        f"a {type(module).__name__} can't be copied, as with eager FSDP2: make the model again, "
-        "shard it by the same calls, and load the state_dict() of this one"
-    )
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
