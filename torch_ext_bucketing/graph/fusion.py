@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
+from .._torch.aot import depends_on_data
 from .._torch.without_device import stands_for_cuda
 from .nodes import is_view, tensors_in
 
@@ -56,9 +57,15 @@ _MORE_POINTWISE = _REARRANGES | {
 _SCATTERS = {
     _aten._unsafe_masked_index_put_accumulate.default: 3,
     _aten.index_put.default: 2,
+    _aten.scatter.src: 3,
     _aten.scatter_add.default: 3,
 }
-"""Operators that add to a copy of their first argument, and the place of the added values."""
+"""Operators that add or write to a copy of their first argument, and the place of the values."""
+_INDEX_PUTS = (
+    _aten._unsafe_masked_index_put_accumulate.default,
+    _aten.index_put.default,
+)
+"""Operators that the gradient of an embedding is."""
 _SEVERAL = frozenset(
     {
         "aten::max.dim",
@@ -76,6 +83,8 @@ _MOST_CAT_INPUTS = 8
 """The most inputs of a concatenation that is computed inside its readers on CUDA."""
 _MOST_READS = 8
 """The most buffers of a value that isn't written."""
+_MOST_OPERATIONS = 30
+"""The most operations of a value that several readers compute again, on CUDA."""
 
 
 @dataclass
@@ -419,10 +428,29 @@ class _Walk:
             return False
         if len(reads) > _MOST_READS_OF_SHARED:
             return True
+        if not self._cpu and self._operations(root) > _MOST_OPERATIONS:
+            return True
         # Whether another graph, or a later part of this one, reads the value.
         kept = self._kept
         outside = kept(root) if kept is not None else any(u not in self._inside for u in users)
         return bool(reads) and outside
+
+    def _operations(self, node: fx.Node) -> int:
+        """Count the operations, loads and constants of a value that is computed in its readers."""
+        count, found, stack = len(self._inline[node]), {node}, [node]
+        while stack and count <= _MOST_OPERATIONS:
+            value = stack.pop()
+            # Each input of a concatenation has a range to compare with, and is selected by it.
+            inputs = self._operators[value].inputs
+            if value.target is _aten.cat.default:
+                count += 3 + 4 * len(inputs)
+            else:
+                count += 1 + (sum(map(_is_constant, value.args)) if inputs else 0)
+            for root in (self._root.get(n, n) for n in inputs):
+                if root in self._inline and root not in found:
+                    found.add(root)
+                    stack.append(root)
+        return count
 
     def _write(self, node: fx.Node) -> None:
         reads = self._inline.pop(node)
@@ -448,15 +476,17 @@ class _Walk:
         base, values = node.args[0], node.args[place]
         assert isinstance(base, fx.Node)
         assert isinstance(values, fx.Node)
-        read = self._reads([base])
-        self._join(node, read, (self._numel(node), 1))
-        if not read:
+        read, alone = self._reads([base]), adds_to_larger(node)
+        self._join(node, read, (self._numel(node), 1), alone=alone)
+        if not read and not alone:
             self._added[node] = self._reads([values])
         rest = [n for n in node.all_input_nodes if n is not base]
         moved = min(self._numel(values) * node.meta["val"].dtype.itemsize, self._size(node))
-        if node.target is not _aten.index_put.default or node.args[3:]:
+        overwrites = node.target is _aten.index_put.default and not node.args[3:]
+        if not overwrites and node.target is not _aten.scatter.src:
             moved *= 2  # each value is added to the present one
-        self._join(node, self._reads(rest), (self._numel(values), 1), into=node, nbytes=moved)
+        space = self._numel(values), 1
+        self._join(node, self._reads(rest), space, into=node, nbytes=moved, alone=alone)
 
     def _number(self, kernel: Kernel | None) -> int:
         self._at.append(kernel)
@@ -541,6 +571,10 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
     return (n, r) if r > 1 and m in (n, n * r) else None
 
 
+def _is_constant(argument: Any) -> bool:
+    return isinstance(argument, (int, float))
+
+
 def is_fused(node: fx.Node) -> bool:
     """Return whether a node is part of a kernel that Inductor generates."""
     if _has_several(node.target):
@@ -567,6 +601,23 @@ def read_once(node: fx.Node) -> fx.Node | None:
         node = node.all_input_nodes[0]
     once = len(node.users) == 1 and is_fused(node) and node.target not in _SCATTERS
     return node if once else None
+
+
+def adds_to_larger(node: fx.Node) -> bool:
+    """Return whether a node adds values to a larger tensor, as the gradient of an embedding does.
+
+    Where nodes are pinned, such a node is, too (:mod:`.passes.backends`), and shares no kernel.
+    """
+    if node.target not in _INDEX_PUTS:
+        return False
+    added = node.args[_SCATTERS[node.target]]
+    assert isinstance(added, fx.Node)
+    values, result = added.meta.get("val"), node.meta.get("val")
+    if not (isinstance(values, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return False
+    if any(map(depends_on_data, (*values.shape, *result.shape))):
+        return False
+    return values.numel() < result.numel()
 
 
 def is_reduction(node: fx.Node) -> bool:
