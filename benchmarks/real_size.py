@@ -65,6 +65,7 @@ ROWS: dict[str, tuple[str, float, float]] = {
     "gemma3-12b, 8 layers": (f"hf:gemma3-8 {_ON_64} --memory-gib 16", 120, 4),
     "gpt-oss-20b": (f"hf:gpt_oss-24 {_ON_64}", 90, 4),
     "deepseek-v3, 4 layers": (f"hf:deepseek_v3-4 {_ON_64}", 120, 4),
+    "vit-huge": ("hf:vit-32 --mesh fsdp=64 --gpu h100 --goal speed --batch 32", 120, 4),
 }
 """By name: arguments of ``explain``, and limits of CPU seconds and of GiB."""
 
@@ -100,6 +101,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 32},
     "deepseek_v3": {"first_k_dense_replace": 1},
+    "vit": {
+        "architectures": ["ViTForImageClassification"],
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+    },
 }
 """Fields of transformers' configurations, by the name in a row, there with a number of layers."""
 

@@ -150,6 +150,31 @@ def test_embeddings_gradient_is_filled_then_added_to(g):
     assert g.kernels(added) == [([added], whole), ([added], 3 * FULL + ids)]
 
 
+def test_a_scatter_writes_a_copy_of_its_first_argument(g):
+    zeros, values, places = g.op(aten.full.default, [ROWS, COLUMNS], 0.0), g.input(), g.input()
+    places.meta["val"] = g.mode.from_tensor(torch.zeros(ROWS, COLUMNS, dtype=torch.int64))
+    last = g.op(aten.scatter.src, zeros, 1, places, values)
+    assert g.kernels(last) == [([last], FULL), ([last], (2 + 1 + 1) * FULL)]  # places of 8 bytes
+
+
+@pytest.mark.parametrize(("operators", "written"), [(29, False), (30, True)])
+def test_a_value_of_many_operations_is_computed_once(g, operators, written):
+    value = g.input()
+    for _ in range(operators):
+        value = g.op(aten.neg.default, value)
+    readers = [g.op(aten.sum.dim_IntList, value, [1]), g.op(aten.abs.default, value)]
+    ((nodes, _),) = g.kernels(*readers)
+    assert nodes == [value] * written + readers
+
+
+def test_a_value_of_two_concatenated_ones_has_eleven_operations_more(g):
+    value = g.op(aten.cat.default, [g.input(), g.input()], 1)  # two loads
+    for _ in range(18):
+        value = g.op(aten.neg.default, value)
+    ((nodes, _),) = g.kernels(g.op(aten.sum.dim_IntList, value, [1]), g.op(aten.abs.default, value))
+    assert nodes[0] is value
+
+
 def test_embedding_reads_no_more_than_it_returns(g):
     places = g.input(ROWS)
     places.meta["val"] = g.mode.from_tensor(torch.zeros(ROWS, dtype=torch.int64))

@@ -616,6 +616,27 @@ def test_a_choice_above_the_bound_is_shrunk(two_ranks, monkeypatch):
     assert len(chosen.kept) > 0.2 * len(planner.candidates)
 
 
+def test_a_choice_whose_orders_need_more_than_planned_is_not_taken(two_ranks, monkeypatch):
+    """Which kernels fuse depends on the order, which is known once a choice is scheduled."""
+    graph, machine = random_joint(1, 40, period=1)
+    costs = Costs(replace(machine, fuses=True))
+    partitioned = PartitionedModel(graph, costs, BLOCKS, activations=True)
+    planner = KeepPlanner(partitioned)
+    low, high = planner.reference_bytes, planner._held.peak_bytes(planner.candidates)
+    limit = (low + high) // 2
+    best = planner.choose(limit)
+    models = partitioned.models(best.kept)
+    own = [range(len(model)) for model in models]
+    nbytes = max(m.liveness.peak(order) for m, order in zip(models, own, strict=True))
+    assert partitioned.peak_in(best.kept, own) == pytest.approx(nbytes, rel=0.01)
+    monkeypatch.setattr(partitioned, "peak_in", lambda kept, _: limit + (kept == best.kept))
+    other = planner.choose(limit)
+    assert not best.above
+    assert not other.above
+    assert other.kept != best.kept
+    assert other.step_ms > 0.999 * best.step_ms
+
+
 class Masked(torch.nn.Module):
     """Blocks that each make a mask from a shared one, a norm, a head and a loss."""
 

@@ -764,16 +764,39 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
 
     gm = make_fx(packed, tracing_mode="fake")(torch.randn(DIM, DIM), torch.randn(DIM, DIM))
     assert pin_order(gm.graph) == 1  # the reduction waits for the bucket
-    after = {
+    assert _pinned_after(gm) == {"aten.cat.default": ["mm_1", "sum_2"]}
+    (pack,) = (n for n in gm.graph.nodes if str(n.target) == "control_deps")
+    assert pack.meta["dislike_padding"]  # rows of a bucket have no gaps between them
+
+
+@pytest.mark.torch
+def test_the_gradient_of_an_embedding_runs_where_it_is_planned():
+    """Otherwise its kernel may fuse with one before the reduction, and allocate the table there."""
+    group = dist.group.WORLD.group_name
+
+    def step(x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = x.sum(0).view(2, -1)
+        bucket = torch.cat([first, first], 1).flatten()
+        reduced = torch.ops._c10d_functional.reduce_scatter_tensor(bucket, "sum", 2, group)
+        table = torch.zeros(4 * DIM, DIM).index_put((places,), x, accumulate=True)
+        return table, torch.ops._c10d_functional.wait_tensor(reduced)
+
+    gm = make_fx(step, tracing_mode="fake")(torch.randn(DIM, DIM), torch.arange(DIM))
+    pin_order(gm.graph)
+    after = _pinned_after(gm)
+    assert after["aten.index_put.default"] == ["reduce_scatter_tensor"]
+    assert after["_c10d_functional.wait_tensor.default"] == ["index_put"]
+
+
+def _pinned_after(gm: fx.GraphModule) -> dict[str, list[str]]:
+    """Return the nodes that wrapped operators run after."""
+    return {
         str(inner.target): [n.name for n in node.args[0]]
         for node in gm.graph.nodes
         if str(node.target) == "control_deps"
         for inner in getattr(gm, node.args[1].target).graph.nodes
         if inner.op == "call_function"
     }
-    assert after == {"aten.cat.default": ["mm_1", "sum_2"]}
-    (pack,) = (n for n in gm.graph.nodes if str(n.target) == "control_deps")
-    assert pack.meta["dislike_padding"]  # rows of a bucket have no gaps between them
 
 
 def test_kernels_before_a_bucket_are_visited_once():

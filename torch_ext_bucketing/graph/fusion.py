@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
+from .._torch.aot import depends_on_data
 from .._torch.without_device import stands_for_cuda
 from .nodes import is_view, tensors_in
 
@@ -56,9 +57,15 @@ _MORE_POINTWISE = _REARRANGES | {
 _SCATTERS = {
     _aten._unsafe_masked_index_put_accumulate.default: 3,
     _aten.index_put.default: 2,
+    _aten.scatter.src: 3,
     _aten.scatter_add.default: 3,
 }
-"""Operators that add to a copy of their first argument, and the place of the added values."""
+"""Operators that add or write to a copy of their first argument, and the place of the values."""
+_INDEX_PUTS = (
+    _aten._unsafe_masked_index_put_accumulate.default,
+    _aten.index_put.default,
+)
+"""Operators that the gradient of an embedding is."""
 _SEVERAL = frozenset(
     {
         "aten::max.dim",
@@ -76,6 +83,8 @@ _MOST_CAT_INPUTS = 8
 """The most inputs of a concatenation that is computed inside its readers on CUDA."""
 _MOST_READS = 8
 """The most buffers of a value that isn't written."""
+_MOST_OPERATIONS = 30
+"""The most operations of a value that several readers compute again, on CUDA."""
 
 
 @dataclass
@@ -136,6 +145,7 @@ class Operators(dict[fx.Node, Operator]):
     def __init__(self, size: Callable[[fx.Node], int]) -> None:
         super().__init__()
         self._size = size
+        self._contiguous: dict[fx.Node, bool] = {}
 
     def __missing__(self, node: fx.Node) -> Operator:
         value, size = node.meta.get("val"), self._size(node)
@@ -155,6 +165,16 @@ class Operators(dict[fx.Node, Operator]):
             several,
         )
         return operator
+
+    def is_contiguous(self, node: fx.Node) -> bool:
+        """Return whether a node's result is one contiguous tensor."""
+        # Not a field: of a size that depends on data it may not be known.
+        found = self._contiguous.get(node)
+        if found is None:
+            value = node.meta.get("val")
+            found = isinstance(value, torch.Tensor) and value.is_contiguous()
+            self._contiguous[node] = found
+        return found
 
 
 def fused(
@@ -182,7 +202,7 @@ class _Walk:
         kept: Callable[[fx.Node], bool] | None,
     ) -> None:
         self.kernels: list[Kernel] = []
-        self._inside = dict.fromkeys(nodes)
+        self._inside = {node: i for i, node in enumerate(nodes)}  # with their places
         self._kept = kept
         self._absent, self._operators = absent, operators
         self._root: dict[fx.Node, fx.Node] = {}
@@ -225,7 +245,7 @@ class _Walk:
         """
         if self._cpu:
             return []
-        place = {node: i for i, node in enumerate(self._inside)}
+        place = self._inside
         last_read: dict[tuple[int, fx.Node], int] = {}
         reductions: dict[int, list[int]] = {}
         for number, node, reads in self._joined:
@@ -253,7 +273,7 @@ class _Walk:
         result.written = {node for _, node, _ in self._joined}
         result.within = {n for n in self._inline if n not in result.written}
         result.within.update(n for _, n in self._written if n not in self._left)
-        place = {node: i for i, node in enumerate(self._inside)}
+        place = self._inside
         members: dict[int, dict[fx.Node, None]] = {}
         inputs: dict[int, dict[fx.Node, int]] = {}  # with the number of members that read each
         for number, node, reads in self._joined:
@@ -299,11 +319,9 @@ class _Walk:
     def _aligned_buffers(self, node: fx.Node, value: fx.Node) -> dict[fx.Node, None]:
         """Return the buffers that elementwise ``node`` reads, by ``value``, in its own order."""
         root = self._root.get(value, value)
-        # Not a field of the operators: of a size that depends on data it may not be known.
-        tensors = [n.meta.get("val") for n in (node, value, root)]
-        if not all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in tensors):
-            return {}
         if not self._numel(node) == self._numel(value) == self._numel(root):
+            return {}
+        if not all(map(self._operators.is_contiguous, (node, value, root))):
             return {}
         return self._aligned.get(root, {}) if root in self._inline else {root: None}
 
@@ -400,13 +418,39 @@ class _Walk:
         reads = self._inline.get(root)
         if reads is None:
             return
-        users, kept = self._users(node), self._kept
-        # Whether another graph, or a later part of this one, reads the value.
-        outside = kept(root) if kept is not None else any(u not in self._inside for u in users)
-        # As Inductor's `should_realize_on_reuse` and `has_exceeded_max_reads` decide.
-        again = len(users) > 1 and ((bool(reads) and outside) or len(reads) > _MOST_READS_OF_SHARED)
-        if again or len(reads) > _MOST_READS:
+        # As Inductor's `has_exceeded_max_reads` and `should_realize_on_reuse` decide.
+        if len(reads) > _MOST_READS or self._is_read_again(node, root, reads):
             self._write(root)
+
+    def _is_read_again(self, node: fx.Node, root: fx.Node, reads: dict[fx.Node, int]) -> bool:
+        """Return whether several readers had better read a value than compute it again."""
+        if len(node.users) < 2 or len(users := self._users(node)) < 2:
+            return False
+        if len(reads) > _MOST_READS_OF_SHARED:
+            return True
+        if not self._cpu and self._operations(root) > _MOST_OPERATIONS:
+            return True
+        # Whether another graph, or a later part of this one, reads the value.
+        kept = self._kept
+        outside = kept(root) if kept is not None else any(u not in self._inside for u in users)
+        return bool(reads) and outside
+
+    def _operations(self, node: fx.Node) -> int:
+        """Count the operations, loads and constants of a value that is computed in its readers."""
+        count, found, stack = len(self._inline[node]), {node}, [node]
+        while stack and count <= _MOST_OPERATIONS:
+            value = stack.pop()
+            # Each input of a concatenation has a range to compare with, and is selected by it.
+            inputs = self._operators[value].inputs
+            if value.target is _aten.cat.default:
+                count += 3 + 4 * len(inputs)
+            else:
+                count += 1 + (sum(map(_is_constant, value.args)) if inputs else 0)
+            for root in (self._root.get(n, n) for n in inputs):
+                if root in self._inline and root not in found:
+                    found.add(root)
+                    stack.append(root)
+        return count
 
     def _write(self, node: fx.Node) -> None:
         reads = self._inline.pop(node)
@@ -432,15 +476,17 @@ class _Walk:
         base, values = node.args[0], node.args[place]
         assert isinstance(base, fx.Node)
         assert isinstance(values, fx.Node)
-        read = self._reads([base])
-        self._join(node, read, (self._numel(node), 1))
-        if not read:
+        read, alone = self._reads([base]), adds_to_larger(node)
+        self._join(node, read, (self._numel(node), 1), alone=alone)
+        if not read and not alone:
             self._added[node] = self._reads([values])
         rest = [n for n in node.all_input_nodes if n is not base]
         moved = min(self._numel(values) * node.meta["val"].dtype.itemsize, self._size(node))
-        if node.target is not _aten.index_put.default or node.args[3:]:
+        overwrites = node.target is _aten.index_put.default and not node.args[3:]
+        if not overwrites and node.target is not _aten.scatter.src:
             moved *= 2  # each value is added to the present one
-        self._join(node, self._reads(rest), (self._numel(values), 1), into=node, nbytes=moved)
+        space = self._numel(values), 1
+        self._join(node, self._reads(rest), space, into=node, nbytes=moved, alone=alone)
 
     def _number(self, kernel: Kernel | None) -> int:
         self._at.append(kernel)
@@ -525,6 +571,10 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
     return (n, r) if r > 1 and m in (n, n * r) else None
 
 
+def _is_constant(argument: Any) -> bool:
+    return isinstance(argument, (int, float))
+
+
 def is_fused(node: fx.Node) -> bool:
     """Return whether a node is part of a kernel that Inductor generates."""
     if _has_several(node.target):
@@ -551,6 +601,23 @@ def read_once(node: fx.Node) -> fx.Node | None:
         node = node.all_input_nodes[0]
     once = len(node.users) == 1 and is_fused(node) and node.target not in _SCATTERS
     return node if once else None
+
+
+def adds_to_larger(node: fx.Node) -> bool:
+    """Return whether a node adds values to a larger tensor, as the gradient of an embedding does.
+
+    Where nodes are pinned, such a node is, too (:mod:`.passes.backends`), and shares no kernel.
+    """
+    if node.target not in _INDEX_PUTS:
+        return False
+    added = node.args[_SCATTERS[node.target]]
+    assert isinstance(added, fx.Node)
+    values, result = added.meta.get("val"), node.meta.get("val")
+    if not (isinstance(values, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return False
+    if any(map(depends_on_data, (*values.shape, *result.shape))):
+        return False
+    return values.numel() < result.numel()
 
 
 def is_reduction(node: fx.Node) -> bool:

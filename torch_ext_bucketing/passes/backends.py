@@ -13,6 +13,11 @@ long before the other parts exist, and before kernels that read large values for
 
     sum1  ...  mm1  sum2  cat(sum1, mm1, sum2)  rs      cat after mm1 and sum2, with all kernels
                                                         that copy into it
+
+And it pins the gradient of an embedding. Its kernel may fuse with a small one, such as that of a
+norm's gradient in the first block, and so allocate the whole table before the bucket of the block::
+
+    sum  cat(sum, ...)  rs  table.index_put(values)     index_put after rs
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_cou
 from ..fqns import format_names
 from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
-from ..graph.fusion import is_fused, is_reduction
+from ..graph.fusion import adds_to_larger, is_fused, is_reduction
 from ..graph.layout import pack_of
 from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
@@ -346,6 +351,7 @@ def pin_order(graph: fx.Graph) -> int:
         )
         starts = is_collective(node) or host_stream(node) is not None
         in_order = starts or launched_by(node) is not None or is_compute(node)
+        in_order = in_order or adds_to_larger(node)
         if (in_order or node in packs) and after[node] < len(pinned):
             earlier[node] = pinned[-1:]
             after[node] = len(pinned)

@@ -127,6 +127,7 @@ class KeepPlanner:
         self._kinds = self._find_kinds()
         self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
         self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
+        self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._order: Sequence[int] = ()  # of backward with nothing kept
         self.reference_bytes = self._held.peak_bytes(())
@@ -140,7 +141,24 @@ class KeepPlanner:
 
     def _choice(self, limit: int, most: int) -> Outcome:
         with paused_gc():
-            return self._with_parked(self._choose(limit, most), limit, most)
+            best = self._with_parked(self._choose(limit, most), limit, most)
+            fuses = self.partitioned.costs.machine.fuses
+            return self._confirmed(best, limit) if fuses and not best.parked else best
+
+    def _confirmed(self, best: Outcome, limit: int) -> Outcome:
+        """Return the best choice that keeps the bound with the kernels of its orders."""
+        # Finding these for each choice that is scheduled would take a third of the planning time.
+        tried = (o for (_, bound, _), o in self._outcomes.items() if bound == limit)
+        others = sorted(one for one in tried if not one.parked and best < one)
+        confirmed: list[Outcome] = []
+        for one in (best, *(() if best.above else others[: _FEW // 2])):
+            orders = self._orders[one.kept, limit, one.parked]
+            peak = self.partitioned.peak_in(one.kept, orders)
+            again = replace(one, peak_bytes=peak, above=max(0, peak - limit))
+            if not again.above:
+                return again
+            confirmed.append(again)
+        return min(confirmed)
 
     def scheduled(self, kept: Collection[int], limit: int, parked: Collection[int] = ()) -> Outcome:
         """Schedule both halves with a choice under a bound in bytes, once; park saved storages."""
@@ -161,21 +179,24 @@ class KeepPlanner:
         peak = max(first[1], second[1])
         misses = first[2] + second[2]
         nbytes = sum(pinned_bytes(forward.liveness.size[s]) for s in parked)
+        self._orders[kept, limit, parked] = first[3], second[3]
         above = max(0, peak - limit)
         return Outcome(kept, first[0] + second[0], peak, above, misses, parked, nbytes)
 
-    def _known_forward(self, model: Model, limit: int) -> tuple[float, int, float] | None:
+    def _known_forward(
+        self, model: Model, limit: int
+    ) -> tuple[float, int, float, Sequence[int]] | None:
         """Evaluate a choice's forward in the order found before; None if it exceeds the bound."""
         if self._forward is None:
             return None
         order, step, misses = self._forward
         peak = model.liveness.peak(order)
         step = step_ms(model, order) if model.ms != self.partitioned.forward.ms else step
-        return (step, peak, misses) if peak <= limit else None
+        return (step, peak, misses, order) if peak <= limit else None
 
     def _schedule(
         self, half: int, model: Model, limit: int, store: bool = True
-    ) -> tuple[float, int, float]:
+    ) -> tuple[float, int, float, Sequence[int]]:
         reference = model.liveness.peak(range(len(model)))
         policies = within(self._policies, limit, reference)
         bound = limit
@@ -192,7 +213,7 @@ class KeepPlanner:
             self._order = order
         if half == 0 and store and self._forward is None and report.peak_bytes[1] <= limit:
             self._forward = (order, report.step_ms[1], misses)
-        return report.step_ms[1], report.peak_bytes[1], misses
+        return report.step_ms[1], report.peak_bytes[1], misses, order
 
     # --- the search ------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from ...bucketing.plan import ByUnit
 from ...fsdp.tagging import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
-from ...graph.fusion import fused
+from ...graph.fusion import Fused, fused
 from ...graph.liveness import Storages, with_fused, with_packed, workspace_bytes
 from ...graph.nodes import is_collective, is_number, is_wait, paused_gc, tag_of
 from ...passes.park import could_park
@@ -277,8 +277,41 @@ class PartitionedModel:
         """Return the models of forward and backward for a choice."""
         if not kept:
             return self.forward, self.backward
-        forward, backward = self._halves
-        stay = self.stay(kept)
+        halves = self._halves_of(kept)
+        if not self.costs.machine.fuses:
+            return halves
+        # A kernel ends where its half does, so a kept value is written in forward.
+        first, second = (
+            self._split.fused(half, half.liveness.kept, places)
+            for half, places in zip(halves, self._places_of(kept), strict=True)
+        )
+        return first, second
+
+    def peak_in(self, kept: Collection[int], orders: Sequence[Sequence[int]]) -> int:
+        """Return the larger peak of both halves in these orders, with the kernels of each order.
+
+        An order moves kernels of other libraries, and what may fuse depends on their places. The
+        models of a choice have the kernels of the graph's order.
+        """
+        peaks = []
+        halves = zip(self._halves_of(kept), self._places_of(kept), orders, strict=True)
+        for half, places, order in halves:
+            ordered = self._split.in_order(places, half, order)
+            live = self._split.fused(half, half.liveness.kept, ordered).liveness
+            peaks.append(live.peak(order))
+        return max(peaks)
+
+    def _places_of(self, kept: Collection[int]) -> tuple[list[int], list[int]]:
+        """Return the places of both halves' nodes in the joint graph, without merged buckets."""
+        split, nodes = self._split, self._halves[1].dependencies.nodes
+        gone = {nodes[i] for i, runs in enumerate(self.stay(kept).places) if not runs}
+        return split.forward, split.backward_without(gone)[0]
+
+    def _halves_of(self, kept: Collection[int]) -> tuple[Model, Model]:
+        """Return both halves for a choice, without fused kernels."""
+        if not kept:
+            return self._halves
+        forward, stay = self._halves[0], self.stay(kept)
         live = forward.liveness
         saved = {**live.kept, **dict.fromkeys(stay.held)}
         for s in stay.dropped:
@@ -291,15 +324,7 @@ class PartitionedModel:
             for i, copy_ms in part.copy_ms.items():
                 ms[i] += copy_ms
         stays = Storages(live.size, allocates, touches, saved, live.at_start)
-        halves = replace(forward, ms=ms, liveness=stays), self._without(kept, stay)
-        if not self.costs.machine.fuses:
-            return halves
-        # A kernel ends where its half does, so a kept value is written in forward.
-        split, nodes = self._split, backward.dependencies.nodes
-        gone = {nodes[i] for i, runs in enumerate(stay.places) if not runs}
-        smaller, _ = split.backward_without(gone)
-        second = split.fused(halves[1], backward.liveness.kept, smaller)
-        return split.fused(halves[0], saved, split.forward), second
+        return replace(forward, ms=ms, liveness=stays), self._without(kept, stay)
 
     def in_place(self, kept: Collection[int]) -> Model:
         """Return :attr:`backward` with a choice's times, and with the nodes that it removes."""
@@ -358,6 +383,7 @@ class _Split:
     ) -> None:
         liveness = joint.liveness
         self._costs = costs
+        self._found: dict[Any, tuple[Fused, dict[fx.Node, float]]] = {}
         self._joint, self._live = joint, liveness
         self.nodes = nodes = joint.dependencies.nodes
         halves = _aot.Halves(graph)
@@ -421,21 +447,46 @@ class _Split:
     def _storages(self, nodes: Iterable[fx.Node]) -> dict[int, None]:
         return {s: None for n in nodes for s in self._live.of_node[n]}
 
+    def in_order(self, places: Sequence[int], model: Model, order: Sequence[int]) -> list[int]:
+        """Sort the places of a half as ``order`` has the nodes of its model."""
+        at: dict[fx.Node, int] = {}
+        for position, i in enumerate(order):
+            at.setdefault(model.dependencies.nodes[i], position)
+        for place in places:
+            node = self.nodes[place]
+            if node not in at:  # merged into a bucket: it follows its inputs
+                at[node] = max((at.get(n, -1) for n in node.all_input_nodes), default=-1)
+        return sorted(places, key=lambda place: at[self.nodes[place]])
+
     def fused(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
         """Return a half, its buckets merged, with the fused kernels of ``places``."""
-        # Storages in ``kept`` are written, as they outlive the half.
-        of_node, costs, free = self._live.of_node, self._costs, self._joint.graph.free
-        nodes = [self.nodes[i] for i in places]
-        kernels = fused(
-            nodes, costs.operators, free, lambda n: any(s in kept for s in of_node.get(n, ()))
-        )
-        within = [n for n in nodes if costs.operators[n].fused]
-        fused_ms = dict(zip(within, costs.times(within, free, kernels)[0], strict=True))
+        kernels, fused_ms = self._kernels(kept, tuple(places))
+        of_node = self._live.of_node
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
         ms = [ms if view else fused_ms.get(n, ms) for n, ms, view in rows]
         live = with_fused(model.liveness, model.dependencies, of_node, kernels)
         live = with_packed(live, model.dependencies, model.members, of_node, kernels)
         return replace(model, ms=ms, liveness=live)
+
+    def _kernels(
+        self, kept: Collection[int], places: tuple[int, ...]
+    ) -> tuple[Fused, dict[fx.Node, float]]:
+        """Find the fused kernels of ``places``, once, and the milliseconds of their nodes."""
+        of_node, costs, free = self._live.of_node, self._costs, self._joint.graph.free
+
+        def is_kept(node: fx.Node) -> bool:
+            return any(s in kept for s in of_node.get(node, ()))
+
+        # Storages in ``kept`` are written, as they outlive the half. Other libraries' kernels
+        # write their results in any case, so choices of gathers share the kernels of forward.
+        nodes = [self.nodes[i] for i in places]
+        within = [n for n in nodes if costs.operators[n].fused]
+        key = places, tuple(filter(is_kept, within))
+        if key not in self._found:
+            kernels = fused(nodes, costs.operators, free, is_kept)
+            ms = costs.times(within, free, kernels)[0]
+            self._found[key] = kernels, dict(zip(within, ms, strict=True))
+        return self._found[key]
 
     def forward_model(self) -> Model:
         return self._model(self.forward, self._given, self._kept_forward, self._at_start)
@@ -467,7 +518,9 @@ def _has_effects(node: fx.Node) -> bool:
 def _merged(model: Model, planner: BucketPlanner, costs: Costs, rank_order: bool) -> Model:
     """Plan the buckets of a half, and return its model with the buckets merged."""
     graph, joint = _graph_of(model)
-    plan = checked_plan(planner, GraphAnalysis(graph, costs.hints))
+    analysis = GraphAnalysis(graph, costs.hints)
+    own = isinstance(planner, ByUnit)  # a plan of ours needs no check
+    plan = planner.plan(analysis) if own else checked_plan(planner, analysis)
     buckets = [replace(b, members=tuple(joint[m] for m in b.members)) for b in plan.buckets]
     merged = merged_model(model, buckets, costs, rank_order) if buckets or rank_order else model
     return model if merged is None else merged
@@ -484,6 +537,9 @@ def _graph_of(model: Model) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         return new[node]
 
     for node in model.dependencies.nodes:
-        new[node] = graph.node_copy(node, copy_of)
+        # As graph.node_copy(), which takes twice as long: it looks for sizes among the arguments.
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copy_of)
+        copy = new[node] = graph.create_node(node.op, node.target, name=node.name)
+        copy.args, copy.kwargs, copy.meta = args, kwargs, dict(node.meta)
     graph.output(tuple(node for node in graph.nodes if not node.users))
     return graph, {copy: node for node, copy in new.items()}
