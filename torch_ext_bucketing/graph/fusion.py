@@ -136,6 +136,7 @@ class Operators(dict[fx.Node, Operator]):
     def __init__(self, size: Callable[[fx.Node], int]) -> None:
         super().__init__()
         self._size = size
+        self._contiguous: dict[fx.Node, bool] = {}
 
     def __missing__(self, node: fx.Node) -> Operator:
         value, size = node.meta.get("val"), self._size(node)
@@ -155,6 +156,16 @@ class Operators(dict[fx.Node, Operator]):
             several,
         )
         return operator
+
+    def is_contiguous(self, node: fx.Node) -> bool:
+        """Return whether a node's result is one contiguous tensor."""
+        # Not a field: of a size that depends on data it may not be known.
+        found = self._contiguous.get(node)
+        if found is None:
+            value = node.meta.get("val")
+            found = isinstance(value, torch.Tensor) and value.is_contiguous()
+            self._contiguous[node] = found
+        return found
 
 
 def fused(
@@ -182,7 +193,7 @@ class _Walk:
         kept: Callable[[fx.Node], bool] | None,
     ) -> None:
         self.kernels: list[Kernel] = []
-        self._inside = dict.fromkeys(nodes)
+        self._inside = {node: i for i, node in enumerate(nodes)}  # with their places
         self._kept = kept
         self._absent, self._operators = absent, operators
         self._root: dict[fx.Node, fx.Node] = {}
@@ -225,7 +236,7 @@ class _Walk:
         """
         if self._cpu:
             return []
-        place = {node: i for i, node in enumerate(self._inside)}
+        place = self._inside
         last_read: dict[tuple[int, fx.Node], int] = {}
         reductions: dict[int, list[int]] = {}
         for number, node, reads in self._joined:
@@ -253,7 +264,7 @@ class _Walk:
         result.written = {node for _, node, _ in self._joined}
         result.within = {n for n in self._inline if n not in result.written}
         result.within.update(n for _, n in self._written if n not in self._left)
-        place = {node: i for i, node in enumerate(self._inside)}
+        place = self._inside
         members: dict[int, dict[fx.Node, None]] = {}
         inputs: dict[int, dict[fx.Node, int]] = {}  # with the number of members that read each
         for number, node, reads in self._joined:
@@ -299,11 +310,9 @@ class _Walk:
     def _aligned_buffers(self, node: fx.Node, value: fx.Node) -> dict[fx.Node, None]:
         """Return the buffers that elementwise ``node`` reads, by ``value``, in its own order."""
         root = self._root.get(value, value)
-        # Not a field of the operators: of a size that depends on data it may not be known.
-        tensors = [n.meta.get("val") for n in (node, value, root)]
-        if not all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in tensors):
-            return {}
         if not self._numel(node) == self._numel(value) == self._numel(root):
+            return {}
+        if not all(map(self._operators.is_contiguous, (node, value, root))):
             return {}
         return self._aligned.get(root, {}) if root in self._inline else {root: None}
 
@@ -400,13 +409,20 @@ class _Walk:
         reads = self._inline.get(root)
         if reads is None:
             return
-        users, kept = self._users(node), self._kept
-        # Whether another graph, or a later part of this one, reads the value.
-        outside = kept(root) if kept is not None else any(u not in self._inside for u in users)
-        # As Inductor's `should_realize_on_reuse` and `has_exceeded_max_reads` decide.
-        again = len(users) > 1 and ((bool(reads) and outside) or len(reads) > _MOST_READS_OF_SHARED)
-        if again or len(reads) > _MOST_READS:
+        # As Inductor's `has_exceeded_max_reads` and `should_realize_on_reuse` decide.
+        if len(reads) > _MOST_READS or self._is_read_again(node, root, reads):
             self._write(root)
+
+    def _is_read_again(self, node: fx.Node, root: fx.Node, reads: dict[fx.Node, int]) -> bool:
+        """Return whether several readers had better read a value than compute it again."""
+        if len(node.users) < 2 or len(users := self._users(node)) < 2:
+            return False
+        if len(reads) > _MOST_READS_OF_SHARED:
+            return True
+        # Whether another graph, or a later part of this one, reads the value.
+        kept = self._kept
+        outside = kept(root) if kept is not None else any(u not in self._inside for u in users)
+        return bool(reads) and outside
 
     def _write(self, node: fx.Node) -> None:
         reads = self._inline.pop(node)

@@ -89,7 +89,7 @@ class HeldUnits:
                 yield whole[s] - nbytes, first, self._last[s] + 1  # no kernel wrote it
                 nbytes = whole[s]
             if s not in live.kept:  # freed earlier, or not there at all
-                last = max((i for i in touched_by[s] if stay.places[i]), default=first - 1)
+                last = next((i for i in reversed(touched_by[s]) if stay.places[i]), first - 1)
                 yield -nbytes, last + 1, self._last[s] + 1
         for part in stay.parts:
             for s, i in part.read.items():

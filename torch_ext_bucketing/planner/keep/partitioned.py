@@ -32,7 +32,7 @@ from ...bucketing.plan import ByUnit
 from ...fsdp.tagging import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
-from ...graph.fusion import fused
+from ...graph.fusion import Fused, fused
 from ...graph.liveness import Storages, with_fused, with_packed, workspace_bytes
 from ...graph.nodes import is_collective, is_number, is_wait, paused_gc, tag_of
 from ...passes.park import could_park
@@ -358,6 +358,7 @@ class _Split:
     ) -> None:
         liveness = joint.liveness
         self._costs = costs
+        self._found: dict[Any, tuple[Fused, dict[fx.Node, float]]] = {}
         self._joint, self._live = joint, liveness
         self.nodes = nodes = joint.dependencies.nodes
         halves = _aot.Halves(graph)
@@ -423,19 +424,33 @@ class _Split:
 
     def fused(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
         """Return a half, its buckets merged, with the fused kernels of ``places``."""
-        # Storages in ``kept`` are written, as they outlive the half.
-        of_node, costs, free = self._live.of_node, self._costs, self._joint.graph.free
-        nodes = [self.nodes[i] for i in places]
-        kernels = fused(
-            nodes, costs.operators, free, lambda n: any(s in kept for s in of_node.get(n, ()))
-        )
-        within = [n for n in nodes if costs.operators[n].fused]
-        fused_ms = dict(zip(within, costs.times(within, free, kernels)[0], strict=True))
+        kernels, fused_ms = self._kernels(kept, tuple(places))
+        of_node = self._live.of_node
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
         ms = [ms if view else fused_ms.get(n, ms) for n, ms, view in rows]
         live = with_fused(model.liveness, model.dependencies, of_node, kernels)
         live = with_packed(live, model.dependencies, model.members, of_node, kernels)
         return replace(model, ms=ms, liveness=live)
+
+    def _kernels(
+        self, kept: Collection[int], places: tuple[int, ...]
+    ) -> tuple[Fused, dict[fx.Node, float]]:
+        """Find the fused kernels of ``places``, once, and the milliseconds of their nodes."""
+        of_node, costs, free = self._live.of_node, self._costs, self._joint.graph.free
+
+        def is_kept(node: fx.Node) -> bool:
+            return any(s in kept for s in of_node.get(node, ()))
+
+        # Storages in ``kept`` are written, as they outlive the half. Other libraries' kernels
+        # write their results in any case, so choices of gathers share the kernels of forward.
+        nodes = [self.nodes[i] for i in places]
+        within = [n for n in nodes if costs.operators[n].fused]
+        key = places, tuple(filter(is_kept, within))
+        if key not in self._found:
+            kernels = fused(nodes, costs.operators, free, is_kept)
+            ms = costs.times(within, free, kernels)[0]
+            self._found[key] = kernels, dict(zip(within, ms, strict=True))
+        return self._found[key]
 
     def forward_model(self) -> Model:
         return self._model(self.forward, self._given, self._kept_forward, self._at_start)
@@ -477,13 +492,16 @@ def _graph_of(model: Model) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Write a half as a graph for planners; return it, and the joint graph's nodes by its nodes."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
 
-    def copy_of(node: fx.Node) -> fx.Node:
+    def now(node: fx.Node) -> fx.Node:
         if node not in new:
             new[node] = graph.placeholder(node.name)
             new[node].meta = node.meta
         return new[node]
 
     for node in model.dependencies.nodes:
-        new[node] = graph.node_copy(node, copy_of)
+        # As graph.node_copy(), which takes twice as long: it looks for sizes among the arguments.
+        args, kwargs = fx.map_arg((node.args, node.kwargs), now)
+        copy = new[node] = graph.create_node(node.op, node.target, name=node.name)
+        copy.args, copy.kwargs, copy.meta = args, kwargs, dict(node.meta)
     graph.output(tuple(node for node in graph.nodes if not node.users))
     return graph, {copy: node for node, copy in new.items()}
