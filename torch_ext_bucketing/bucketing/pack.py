@@ -244,7 +244,7 @@ class Writer:
         """Reshape ``value``, and copy it if its strides don't allow a view."""
         tensor = value.meta["val"]
         if not self._static or tensor.stride() != tuple(_contiguous(tensor.shape)):
-            # Running the view tells whether the strides allow it.
+            # Running the view shows whether the strides allow it.
             node = self._add(_aten.view.default, [value, list(shape)])
             try:
                 if self._static and 1 in tensor.shape and not tensor.is_contiguous():
