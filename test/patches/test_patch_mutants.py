@@ -65,22 +65,22 @@ read names from nodes: fsdp TestGroupNames
     return _resolve_group_name(_get_collective_kwargs(n)["group_name"])
     return _get_collective_kwargs(n)["group_name"]
 turn the order round: bucketing TestPayloadOrder
-    return sorted(bucket, key=lambda n: (not ints[n], ints[n]))
-    return sorted(bucket, key=lambda n: (not ints[n], ints[n]), reverse=True)
+    return [sorted(b, key=lambda n: (not ints[n], ints[n])) for b in buckets]
+    return [sorted(b, key=lambda n: (not ints[n], ints[n]), reverse=True) for b in buckets]
 pack members without a value first: bucketing TestPayloadOrder
-    return sorted(bucket, key=lambda n: (not ints[n], ints[n]))
-    return sorted(bucket, key=lambda n: ints[n])
+    return [sorted(b, key=lambda n: (not ints[n], ints[n])) for b in buckets]
+    return [sorted(b, key=lambda n: ints[n]) for b in buckets]
 take any value: bucketing TestPayloadOrder
-    if bad := [n for n in bucket if not all(type(i) is int for i in ints[n])]:
+    if bad := [n for n in ints if not all(type(i) is int for i in ints[n])]:
     if bad := []:
 place a bucket by its payload: bucketing TestPayloadOrder
-            last = bucket_nodes[bucket_waits.index(max(bucket_waits))]
+            _, last = max(zip(bucket_waits, bucket_nodes))  # the one awaited last
             pass
 order nothing that is planned: bucketing TestPayloadOrder
-        buckets = [in_payload_order(bucket) for bucket in buckets]
-        pass
+    return in_payload_order(buckets)
+    return buckets
 order nothing that overlaps: overlap TestPayloadOrder
-        bucket = in_payload_order(bucket_info.collectives)
+        (bucket,) = in_payload_order([bucket_info.collectives])
         bucket = bucket_info.collectives
 view members where they can't begin: bucketing TestPacking
         dst.storage_offset() * dtype.itemsize % out_dtype.itemsize

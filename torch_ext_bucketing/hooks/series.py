@@ -320,7 +320,9 @@ def _refuse_early(finder: PatchedFinder) -> None:
 def _add_entries(module: ModuleType, before: bytes, after: bytes) -> None:
     """Add the patched source's new entries to the live config module, or change nothing."""
     remaining = iter(split_lines(after))
-    code = (line for line in split_lines(before) if not line.lstrip().startswith(b"#"))
+    # Comments may change, but for the one that torch reads.
+    comment = re.compile(rb"\s*#(?!.*@compile_ignored)")
+    code = (line for line in split_lines(before) if not comment.match(line))
     if not all(line in remaining for line in code):
         raise ImportedTooEarlyError(
             f"{CONFIG_MODULE} was imported already, and the patch changes lines of it. Call "
