@@ -122,7 +122,7 @@ let ranks hit a cache: codecache TestSpmdCheck
         if config.aten_distributed_optimizations.spmd_check:
         if False:
 merge without a bound: bucketing test_bound
-        if not cur_group or (max_between is not None and between > max_between):
+        if not cur_group or (limit is not None and between > limit):
         if not cur_group:
 count collectives of its own key: bucketing test_bound
         between = i - start - len(cur_group)
@@ -140,7 +140,7 @@ size what only the data decides: bucketing test_sizes_that
         if not has_free_unbacked_symbols(node.meta["val"]):
         if True:
 take any bound: bucketing test_bad_value
-    if max_between is not None and not (type(max_between) is int and max_between >= 0):
+    if limit is not None and not (type(limit) is int and limit >= 0):
     if False:
 run no check of the ranks: post_grad test_spmd_check
         or config.aten_distributed_optimizations.bucket_max_collectives_between != 0
