@@ -68,10 +68,16 @@ def entries() -> Iterator[str]:
         yield f"## teb.{module_name}\n\n{markdown(inspect.getdoc(module) or '')}"
         for name in names:
             value = getattr(module, name)
-            if not inspect.isclass(value) and not inspect.isfunction(value):
-                continue
-            if module_name == "errors" or not value.__module__.endswith(".errors"):
+            if is_listed(module_name, value):
                 yield f"### teb.{module_name}.{name}\n\n{markdown(inspect.getdoc(value) or '')}"
+
+
+def is_listed(module_name: str, value: Any) -> bool:
+    """Return whether a module's part has the value: errors and warnings are in theirs alone."""
+    if module_name == "errors":
+        return inspect.isclass(value) and issubclass(value, Exception)
+    listed = inspect.isclass(value) or inspect.isfunction(value)
+    return listed and not value.__module__.endswith(".errors")
 
 
 def main() -> int:

@@ -41,7 +41,7 @@ from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import step_ms
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, add_names, document_of, parser_of, write_json, write_results
+from .command import add_names, document_of, parser_of_graphs, write_json, write_results
 from .graphs import Graph, chosen, load
 from .keep import Sharded
 from .memory import by_hand
@@ -247,13 +247,10 @@ def table(found: Sequence[Mapping[str, Result]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.ablation", __doc__)
-    parser.add_argument("--only", nargs="+", default=GRAPHS, metavar="GRAPH", help="names, with *")
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="of each (default: 8)")
+    parser = parser_of_graphs("python -m benchmarks.ablation", __doc__, GRAPHS, layers=8)
     parser.add_argument("--keep", default="", metavar="LAYERS", help="depths, such as 4,32")
     parser.add_argument("--kept", nargs="+", default=KEPT, metavar="MODEL", help="for --keep")
     add_names(parser, "without", list(MECHANISMS), "mechanisms")
-    add_json(parser)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     document = document_of("python -m benchmarks.ablation", arguments)

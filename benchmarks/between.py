@@ -25,7 +25,7 @@ from collective_graphs import MAX_BETWEEN
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, counts, default_cap, run_child, run_torchs
-from .command import add_json, document_of, parser_of, words, write_results
+from .command import document_of, parser_of_graphs, words, write_results
 from .graphs import chosen, load
 
 VALUES = (0, 8, 32, None)
@@ -140,14 +140,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.between", __doc__)
     default = ["deepseek_v3_fsdp64_ep8.backward.recompute"]
-    parser.add_argument(
-        "--only", nargs="+", default=default, metavar="GRAPH", help="names, patterns"
-    )
+    parser = parser_of_graphs("python -m benchmarks.between", __doc__, default)
     parser.add_argument("--cap", type=float, metavar="MIB", help="bucket cap")
-    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
-    add_json(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     names = chosen(parser, args.only, bool(args.child))

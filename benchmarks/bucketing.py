@@ -34,7 +34,7 @@ from typing import Any, Literal
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_json, add_number, parser_of, words, write_json
+from .command import add_number, parser_of_graphs, words, write_json
 from .graphs import Graph, chosen, load
 
 WAYS = ("unpatched", "unset", "hooks", "ours")
@@ -210,12 +210,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.bucketing", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
+    parser = parser_of_graphs("python -m benchmarks.bucketing", __doc__)
     parser.add_argument("--cap", type=float, nargs="+", metavar="MIB", help="bucket caps")
     add_number(parser, "repeat", 3, "loads per way")
-    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
-    add_json(parser)
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     names = chosen(parser, args.only, bool(args.child))

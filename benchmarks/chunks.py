@@ -45,7 +45,7 @@ from torch_ext_bucketing.planner.scheduling import schedule
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
-from .command import add_json, add_number, document_of, matching, parser_of, sayer, write_results
+from .command import add_number, document_of, matching, parser_of_graphs, sayer, write_results
 from .parallel import Layout, start_world
 from .titan import TitanConfig, build, problem
 
@@ -333,12 +333,9 @@ def _steps(row: dict[str, Any]) -> Iterator[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.chunks", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="STEP", help="names, patterns")
-    parser.add_argument("--layers", type=int, default=27, metavar="N", help="with fewer layers")
+    parser = parser_of_graphs("python -m benchmarks.chunks", __doc__, layers=27)
     parser.add_argument("--equal", action="store_true", help="train on ranks")
     add_number(parser, "steps", 6, "steps to train")
-    add_json(parser)
     args = parser.parse_args(argv)
     if problem():
         parser.error(problem())

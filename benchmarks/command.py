@@ -35,6 +35,22 @@ def add_json(parser: argparse.ArgumentParser, text: str = "also write the figure
     parser.add_argument("--json", type=Path, metavar="FILE", help=text)
 
 
+def parser_of_graphs(
+    name: str,
+    description: str | None,
+    only: Sequence[str] = ("*",),
+    layers: int | None = None,
+) -> argparse.ArgumentParser:
+    """Make a parser with options for graphs by name, their number of layers, and a file."""
+    parser = parser_of(name, description)
+    about = "names, with * for any part"
+    parser.add_argument("--only", nargs="+", default=only, metavar="NAME", help=about)
+    about = "with fewer layers" if layers is None else f"of each (default: {layers})"
+    parser.add_argument("--layers", type=int, default=layers, metavar="N", help=about)
+    add_json(parser)
+    return parser
+
+
 def add_between(parser: argparse.ArgumentParser) -> None:
     """Add the option for a network between nodes, which :func:`.nodes` takes."""
     about = "of each rank between nodes of 8 H100s (default: 42)"

@@ -44,11 +44,9 @@ from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.reports.base import columns
 
 from .command import (
-    add_json,
-    add_number,
     document_of,
     matching,
-    parser_of,
+    parser_of_graphs,
     write_json,
     write_results,
 )
@@ -191,11 +189,8 @@ _BLOCKS = "all computed again"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.floor", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
-    add_number(parser, "layers", 0, "of each model; 0: 8, of transformers 4")
+    parser = parser_of_graphs("python -m benchmarks.floor", __doc__)
     parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="numbers of layers")
-    add_json(parser)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     rows: dict[str, dict[str, int]] = {}

@@ -39,7 +39,7 @@ from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_between, add_json, matching, parser_of, write_json
+from .command import add_between, matching, parser_of_graphs, write_json
 from .graphs import CONFIGS, available, load
 from .tracing import Phase
 
@@ -255,11 +255,8 @@ def wrong(one: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.keep", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
-    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
+    parser = parser_of_graphs("python -m benchmarks.keep", __doc__)
     add_between(parser)
-    add_json(parser)
     args = parser.parse_args(arguments)
     names = available(matching(parser, MODELS, args.only))
     warnings.simplefilter("ignore")

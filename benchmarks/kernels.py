@@ -14,7 +14,6 @@ grouping, and of the whole road to Inductor's scheduler.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -39,7 +38,7 @@ from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import parameter_groups
-from .command import add_json, add_number, document_of, matching, parser_of, write_results
+from .command import document_of, matching, parser_of_graphs, write_results
 from .graphs import Graph, load
 
 CONFIGS = ("llama3_8b_fsdp64", "llama3_8b_fsdp8_tp8", "deepseek_v3_fsdp64_ep8", "held_out_02")
@@ -122,12 +121,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser: argparse.ArgumentParser = parser_of("python -m benchmarks.kernels", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
+    parser = parser_of_graphs("python -m benchmarks.kernels", __doc__, layers=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cap", type=float, metavar="MIB", help="merge collectives up to this")
-    add_number(parser, "layers", 2, "of each model")
-    add_json(parser)
     args = parser.parse_args(argv)
     document = document_of("python -m benchmarks.kernels", argv)
     document["rows"] = rows = []

@@ -21,7 +21,6 @@ planned peak is not within 0.97 to 1.03 of the true one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -59,7 +58,7 @@ from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.reports.planner import KeepReport
 
 from . import graphs
-from .command import add_json, add_number, document_of, matching, parser_of, write_results
+from .command import document_of, matching, parser_of_graphs, write_results
 from .graphs import Graph, load
 from .keep import UNITS, Sharded
 from .kernels import CONFIGS, NAMES
@@ -235,12 +234,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser: argparse.ArgumentParser = parser_of("python -m benchmarks.live", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
+    parser = parser_of_graphs("python -m benchmarks.live", __doc__, layers=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--choices", action="store_true", help="of what stays, instead")
-    add_number(parser, "layers", 2, "of each model")
-    add_json(parser)
     args = parser.parse_args(argv)
     document = document_of("python -m benchmarks.live", argv)
     document["rows"] = rows = []

@@ -47,7 +47,7 @@ from torch_ext_bucketing.planner.cost.machine import Machine, job_machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner, Outcome
 from torch_ext_bucketing.reports.base import columns
 
-from .command import add_between, add_json, add_number, matching, parser_of, write_json
+from .command import add_between, add_number, matching, parser_of_graphs, write_json
 from .graphs import available
 from .keep import GIB, MODELS, Sharded
 from .tracing import copy_graph
@@ -361,15 +361,12 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.memory", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
-    add_number(parser, "layers", 8, "of each model")
+    parser = parser_of_graphs("python -m benchmarks.memory", __doc__, layers=8)
     add_number(parser, "to", 0, "ranks among which backward may gather; 0: none")
     add_between(parser)
     parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="numbers of layers")
     parser.add_argument("--bounds", type=int, metavar="N", help="N single choices instead")
     add_number(parser, "host-gib", 0, "of host memory of a rank; 0: none")
-    add_json(parser)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     found = []

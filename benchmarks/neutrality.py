@@ -31,7 +31,7 @@ from torch_ext_bucketing.graph.nodes import kind_of
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, default_cap, run_child, run_torchs
-from .command import add_json, document_of, parser_of, words, write_results
+from .command import document_of, parser_of_graphs, words, write_results
 from .graphs import chosen, load
 from .tracing import copy_graph
 
@@ -147,11 +147,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.neutrality", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
+    parser = parser_of_graphs("python -m benchmarks.neutrality", __doc__)
     parser.add_argument("--cap", type=float, metavar="MIB", help="bucket cap")
-    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
-    add_json(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     names = chosen(parser, args.only, bool(args.child))

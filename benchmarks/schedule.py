@@ -42,7 +42,7 @@ import torch.fx as fx
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, parameter_groups, run_child
-from .command import add_between, add_json, add_number, parser_of, words, write_json
+from .command import add_between, add_number, parser_of_graphs, words, write_json
 from .graphs import Graph, chosen, load
 
 if TYPE_CHECKING:
@@ -255,12 +255,9 @@ def _mean(values: Sequence[float]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = parser_of("python -m benchmarks.schedule", __doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
+    parser = parser_of_graphs("python -m benchmarks.schedule", __doc__)
     parser.add_argument("--cap", type=float, metavar="MIB", help="bucket cap (default: chosen)")
     add_number(parser, "repeat", 1, "loads per way")
-    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
-    add_json(parser)
     add_between(parser)
     parser.add_argument("--measured", action="store_true", help="score by tables of collectives")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)

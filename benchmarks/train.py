@@ -20,8 +20,7 @@ The demo's model, larger. The ways:
 From ``unbucketed`` to ``auto`` gathered parameters are freed after forward, but for the root's, as
 FSDP2 does. torch alone keeps them all for backward, and ``tuned`` may. Every round takes one step
 of each way on the same ranks; ratios are medians over the rounds, in brackets the interval that
-holds the median at 95%. With ``--repeats`` the ranks start anew as often, and a last table shows
-the ratios of every run. Memory is what a rank's resident memory grows by at most during a step, on
+holds the median at 95%. Memory is what a rank's resident memory grows by at most during a step, on
 a GPU what CUDA's allocator has given out; parameters and optimizer state, alike in all ways, are
 not in it. Equal means equal bits on every rank; the gap is the largest difference of a loss from
 eager's in the first 20 steps. With fewer GPUs than ranks the ranks share them; see
@@ -87,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             Training(ranks, backend=backend, **sizes, **more)
             for backend in backends
             for ranks in args.ranks
-            for _ in range(args.repeats)
         ]
     except ValueError as error:
         parser.error(str(error))
@@ -220,33 +218,7 @@ def _ratio_of(mine: Sequence[float], others: Sequence[float]) -> dict[str, float
 
 def render(document: dict[str, Any]) -> str:
     """Render the tables and a summary."""
-    return "\n\n".join(
-        [title(document), *map(_table, document["cells"]), *_repeats(document["cells"])]
-    )
-
-
-def _repeats(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Compare the ratios of runs with equal settings, where there are several."""
-
-    def key(cell: dict[str, Any]) -> tuple[str, int]:
-        return cell["backend"], cell["ranks"]
-
-    texts = []
-    for (backend, ranks), group in itertools.groupby(cells, key):
-        runs = list(group)
-        if len(runs) < 2:
-            continue
-        ways, bases = runs[0]["results"], list(runs[0]["results"]["eager"]["to"])
-        rows = [[f"{ranks} ranks, {backend}, {len(runs)} runs", *(f"/ {WAYS[b]}" for b in bases)]]
-        for name in ways:
-            row = [WAYS[name]]
-            for base in bases:
-                found = sorted(run["results"][name]["to"][base]["median"] for run in runs)
-                middle = statistics.median(found)
-                row.append(f"{middle:.2f} ({found[0]:.2f} to {found[-1]:.2f})")
-            rows.append(row)
-        texts.append(columns(rows))
-    return texts
+    return "\n\n".join([title(document), *map(_table, document["cells"])])
 
 
 def _table(cell: dict[str, Any]) -> str:
@@ -351,7 +323,6 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default: cpu)"
     )
     add_json(parser, "written after every table")
-    add_number(parser, "repeats", 1, "runs of each number of ranks and backend")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for all")
     return parser
 

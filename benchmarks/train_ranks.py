@@ -80,6 +80,7 @@ class Training(Settings):
     nodes: int = 1
     steps: int = 30
     dim: int = 512
+    backend: Literal["aot_eager", "inductor"] = "aot_eager"
     ways: tuple[str, ...] = tuple(WAYS)
     predict: bool = False
     device: Literal["cpu", "cuda"] = "cpu"

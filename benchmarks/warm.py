@@ -33,18 +33,15 @@ import sys
 import tempfile
 import time
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from .command import add_json, document_of, parser_of, write_json, write_results
 
@@ -209,22 +206,6 @@ def cache_counts() -> dict[str, list[int]]:
 def counted(result: dict[str, Any]) -> list[str]:
     """Format :func:`cache_counts` as two cells of a table."""
     return ["/".join(map(str, result[kind])) for kind in ("graphs", "aot")]
-
-
-def pair() -> Any:
-    """Make two linear layers, ``a`` and ``b``."""
-    torch.manual_seed(0)
-    layers = {"a": nn.Linear(8, 16, bias=False), "b": nn.Linear(16, 8, bias=False)}
-    return nn.Sequential(OrderedDict(layers))
-
-
-def step_of_pair(model: nn.Module, run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """Run one step of ``model``, called as ``run``; return the output and this rank's gradients."""
-    y = run(torch.arange(32.0).view(4, 8) + dist.get_rank())
-    (y * y).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    return [t.detach().contiguous() for t in (y, *grads)]
 
 
 def table(document: dict[str, Any]) -> str:

@@ -60,6 +60,12 @@ def pytest_unconfigure() -> None:
         sys.modules["rank_pool"].end()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import the files alone that have tests of this part of the run: few are about the hooks."""
+    with_hooks = config.getoption("--hooks") and collection_path.suffix == ".py"
+    return True if with_hooks and b"mark.hooks" not in collection_path.read_bytes() else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of this part of the run, those of long files first."""
     shard = config.getoption("--shard")

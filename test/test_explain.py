@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from marks import at_night
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -264,9 +265,8 @@ def test_times_of_a_machine_and_of_sizes_that_depend_on_data(tmp_path, capsys):
     ("gpu", "target", "kernel"),
     [
         ("h100", "huge_on_cuda", "_scaled_dot_product_cudnn_attention"),
-        ("gb200", "huge_on_cuda", "_scaled_dot_product_cudnn_attention"),
         ("mi300x", "huge_on_cuda", "_scaled_dot_product_flash_attention"),
-        ("h100", "huge_with_wide_heads", "_scaled_dot_product_efficient_attention"),
+        at_night("h100", "huge_with_wide_heads", "_scaled_dot_product_efficient_attention"),
     ],
 )
 def test_no_weights_and_the_attention_of_the_gpu(gpu, target, kernel):
@@ -486,7 +486,10 @@ TASKS = {
 TOKENS_OF = {"ViT": 1, "Whisper": 24, "T5": 512, "Bert": 48}
 
 
-@pytest.mark.parametrize("architecture", TASKS)
+@pytest.mark.parametrize(
+    "architecture",
+    [name if "ViT" in name else at_night(name) for name in TASKS],
+)
 def test_the_architecture_of_a_configuration_decides(architecture, tmp_path):
     """Inputs are those of the model's own ``forward``, with sizes of its configuration."""
     pytest.importorskip("transformers", reason="it makes the models: pip install transformers")
@@ -545,7 +548,7 @@ def fused_experts_by_columns(mesh):
     return fused_experts(mesh, lambda p: Shard(1) if p.ndim == 3 else None)
 
 
-@pytest.mark.parametrize("goal", ["parity", "speed"])
+@pytest.mark.parametrize("goal", ["parity", at_night("speed")])
 def test_uneven_shards_are_reported_with_a_placement_that_avoids_them(goal):
     options = {"mesh": {"fsdp": RANKS}, "backend": "aot_eager", "goal": goal}
     with pytest.warns(

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from collective_graphs import MAX_BETWEEN, PAYLOAD_ORDER
+from marks import at_night
 from pages import DOCS, code_of
 from patching_trees import ROOT
 from torch._inductor import config
@@ -59,7 +60,7 @@ def counts_of_units(scope: dict[str, Any]) -> list[dict[str, int]]:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("page", ["README", "getting-started"])
+@pytest.mark.parametrize("page", ["README", at_night("getting-started")])
 def test_quick_start(scope: dict[str, Any], page: str, capsys):
     with config.patch({"force_disable_caches": True}):
         # The passes are the same; Inductor's work on the graphs is slow and not looked at.
@@ -92,6 +93,7 @@ def test_passes_written_out(sharded: dict[str, Any], name: str):
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 def test_a_tuned_step(sharded: dict[str, Any], tmp_path, monkeypatch):
     """All candidates compile, and the step is taken by the first."""

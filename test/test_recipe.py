@@ -3,6 +3,7 @@
 import pytest
 import torch
 from collective_graphs import fake_group
+from marks import at_night
 from sharded_models import (
     TWO_BLOCKS_FQNS,
     TwoBlocks,
@@ -82,8 +83,17 @@ def test_without_a_goal_it_is_parity(fake_world):
     assert repr(teb.recipe(model)) == repr(teb.recipe(model, "parity"))
 
 
-@pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard", "replicate"])
-@pytest.mark.parametrize("goal", ["parity", "speed"])
+@pytest.mark.parametrize(
+    ("mode", "goal"),
+    [
+        ("hybrid_shard", "speed"),
+        ("replicate", "parity"),
+        at_night("fully_shard", "parity"),
+        at_night("fully_shard", "speed"),
+        at_night("hybrid_shard", "parity"),
+        at_night("replicate", "speed"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 def test_every_kind_of_a_mode_is_bucketed(fake_world, mode, goal):
     model = sharded(mode, TwoBlocks())
@@ -309,7 +319,9 @@ def _frames():
             layer.compile(backend=b)
         return model(TOKENS)
 
-    return [v for k, v in locals().items() if not k.startswith("_")]
+    by_day = (decorated, method, each_block)
+    ways = [v for k, v in locals().items() if k != "by_day"]
+    return [w if w in by_day else at_night(w) for w in ways]
 
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
@@ -372,8 +384,14 @@ def distillation(student, teacher, tokens):
     return (student(tokens) - target).square().mean()
 
 
-@pytest.mark.parametrize("calls", [True, False], ids=["fully_shard", "data_parallel"])
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    ("calls", "frozen"),
+    [
+        (True, True),
+        at_night(True, False),
+        at_night(False, True),
+    ],
+)
 def test_several_models_share_a_recipe(fake_world, calls, frozen):
     """The units of each are used, by their own names, whichever function compiles them together."""
     mesh = init_device_mesh("cpu", (4,))
@@ -412,7 +430,7 @@ def test_a_list_of_models_is_checked(fake_world):
         teb.recipe([model], reference=model)
 
 
-@pytest.mark.parametrize("goal", ["parity", "speed"])
+@pytest.mark.parametrize("goal", ["parity", at_night("speed")])
 def test_a_planned_step_of_several_models(fake_world, goal):
     """The optimizer's model is updated in the graph; the other one keeps its weights."""
     student, teacher = models = [sharded(), sharded()]

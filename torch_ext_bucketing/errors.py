@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import UnionType
 from typing import Any
@@ -20,6 +21,13 @@ def check_count(name: str, value: object, least: int = 0) -> None:
     """Raise a ValueError unless an argument is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_positive(name: str, value: object, kind: str = "number") -> None:
+    """Raise a ValueError unless an argument is a finite number above 0; ``kind`` names its unit."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a positive {kind}, got {value!r}")
 
 
 class BucketingError(RuntimeError):

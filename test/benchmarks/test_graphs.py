@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import fake_group
 from generated_order import orders
+from marks import at_night
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import default_partition
@@ -85,7 +86,10 @@ def llama_fqns(layers):
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("llama3_8b_fsdp64.forward", 1), ("deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2)],
+    [
+        ("llama3_8b_fsdp64.forward", 1),
+        at_night("deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2),
+    ],
 )
 def test_data_keeps_names_descriptors_tags_and_sizes(cache, monkeypatch, name, layers):
     """First of all, so that the other tests find on the disk what is traced here."""
@@ -200,8 +204,8 @@ def small_deepseek(world):
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
-        (small_llama, parallel.Layout(fsdp=4, tensor=2)),
-        pytest.param(small_deepseek, parallel.Layout(fsdp=4, expert=2), marks=pytest.mark.slow),
+        at_night(small_llama, parallel.Layout(fsdp=4, tensor=2)),
+        at_night(small_deepseek, parallel.Layout(fsdp=4, expert=2)),
     ],
     ids=["llama", "deepseek"],
 )
@@ -403,19 +407,13 @@ COMPILES = {
 }
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
         *(("llama3_8b_fsdp8_tp8.backward.recompute", compiled) for compiled in COMPILES),
-        ("deepseek_v3_fsdp64_ep8_dropless.forward", "cpu"),
-        *(
-            pytest.param("deepseek_v3_fsdp64_ep8.backward.recompute", compiled, marks=SLOW)
-            for compiled in COMPILES
-        ),
+        at_night("deepseek_v3_fsdp64_ep8_dropless.forward", "cpu"),
+        *(at_night("deepseek_v3_fsdp64_ep8.backward.recompute", compiled) for compiled in COMPILES),
     ],
 )
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.NotBucketedWarning")

@@ -18,6 +18,7 @@ from collective_graphs import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import at_night
 from random_graphs import choose_caps
 from random_joint import BLOCKS, random_joint
 from rank_pool import on_ranks
@@ -104,7 +105,7 @@ def in_rank_order(gradients, op):
     return total.to(wire)
 
 
-@pytest.mark.parametrize("fake_world", [2, 3, 5], indirect=True)
+@pytest.mark.parametrize("fake_world", [3, *(at_night(n) for n in (2, 5))], indirect=True)
 @settings(max_examples=40)
 @given(made=members, cap_mb=st.sampled_from((1e-5, 1e-4, 25)), seed=st.integers(0, 99))
 def test_gradients_are_added_in_the_order_of_the_ranks(fake_world, made, cap_mb, seed):
@@ -374,7 +375,7 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("fake_world", [3, 70], indirect=True)
+@pytest.mark.parametrize("fake_world", [70, at_night(3)], indirect=True)
 def test_inductor_reads_what_is_received_once(fake_world):
     """One kernel packs and one adds; the size of a graph does not depend on the number of ranks."""
     gm, _ = graph_of([("reduce_scatter", 4, [32], torch.bfloat16, "avg")] * 3, fake_world)
@@ -506,7 +507,7 @@ def over_replicas(rank, *shape):
     return found
 
 
-@pytest.mark.parametrize("shape", [(3, 1), pytest.param((3, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(3, 1), at_night((3, 2))])
 def test_one_hash_over_more_than_two_replicas(shape):
     world, topology = math.prod(shape), RingTopology(ranks_per_node=shape[1])
     for rank in on_ranks(over_replicas, *shape, world=world, topology=topology):

@@ -42,8 +42,6 @@ from torch_ext_bucketing.bucketing.plan import (
     ByCap,
     CapPlanner,
     MergePlan,
-    chosen_groups,
-    fsdp_starts,
 )
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.dependencies import Writes
@@ -182,6 +180,13 @@ def test_merging_computes_the_same(seed, size, cap, writes):
     assert not {r.node for r in reports} & {m.name for b in again.buckets for m in b.members}
 
 
+def torch_takes_for_fsdp(start: fx.Node) -> bool:
+    """Return whether torch's own pass merges it, by its place in the graph."""
+    if kind_of(start) == "all_gather":
+        return fsdp.is_fsdp_all_gather(start)
+    return all(map(fsdp.is_fsdp_reduce_scatter_wait, start.users))
+
+
 @pytest.mark.torch
 @pytest.mark.hooks
 @needs_pre_bucketing
@@ -189,8 +194,10 @@ def test_merging_computes_the_same(seed, size, cap, writes):
 def test_torchs_pass_with_the_hooks_merges_the_same(cap):
     """Compare torch's own pre-bucketing with plan and apply, all kinds, only the primary group."""
     theirs, ours = (layered_graph(500, 60, GROUPS, share=False) for _ in range(2))
-    plan = ByCap(cap / MIB, eligible="structure", groups="primary").plan(GraphAnalysis(ours.graph))
-    (group,) = {group_name(bucket.members[0]) for bucket in plan.buckets}
+    (group,), _ = fsdp.identify_fsdp_groups(ours)
+    plan = ByCap(cap / MIB, eligible=torch_takes_for_fsdp, groups=[group]).plan(
+        GraphAnalysis(ours.graph)
+    )
     desc = _resolve_process_group(group).group_desc
     with config.patch({MAX_BETWEEN: None, GROUP_FILTER: [desc]}):
         fsdp.pre_bucket_fsdp_collectives(theirs, bucket_cap_mb=cap / MIB)
@@ -410,27 +417,12 @@ def gathers_on(*groups: str) -> fx.GraphModule:
     return builder.finish(outputs)
 
 
-def test_primary_group_has_the_most_gathers():
-    gm = gathers_on("1", "0", "0", "1", "0")
-    plan = planned(gm, eligible="structure", groups="primary")
+def test_collectives_of_other_groups_stay_alone():
+    plan = planned(gathers_on("1", "0", "0", "1", "0"), groups=["0"])
     assert [{group_name(m) for m in b.members} for b in plan.buckets] == [{"0"}]
     assert {left.reason for left in plan.ineligible} == {
         "its process group 1 is not one of groups="
     }
-
-    def counts(*found: int) -> dict[str, int]:
-        return dict(zip(("all_gather", "reduce_scatter", "all_reduce"), found, strict=True))
-
-    def primary(**groups: dict[str, int]) -> tuple[str, ...]:
-        return chosen_groups("primary", groups)
-
-    assert primary(b=counts(2, 0, 0), a=counts(2, 0, 0)) == ("b",)
-    assert primary(b=counts(0, 1, 9), a=counts(0, 2, 0)) == ("a",)
-    assert primary(b=counts(0, 0, 1), a=counts(0, 0, 2)) == ("a",)
-    assert primary() == ()
-    apply_plan(GraphAnalysis(gm.graph), plan)  # leaves one gather on group 0, two on group 1
-    again = planned(gm, eligible="structure", groups="primary")
-    assert not again.buckets
 
 
 def test_each_group_has_its_own_cap(monkeypatch):
@@ -463,28 +455,6 @@ def test_the_default_cap_is_torchs_own():
 
 
 @pytest.mark.torch
-@needs_pre_bucketing
-@given(seed=SEEDS, size=st.integers(1, 16))
-@examples(200)
-def test_structure_is_what_torch_takes_for_fsdp(seed, size):
-    gm = random_graph(seed, size, GROUPS)
-    groups, _ = fsdp.identify_fsdp_groups(gm)
-    expected = []
-    for node in gm.graph.nodes:
-        kind = kind_of(node)
-        if (
-            (kind == "all_gather" and fsdp.is_fsdp_all_gather(node))
-            or (
-                kind == "reduce_scatter"
-                and all(fsdp.is_fsdp_reduce_scatter_wait(w) for w in node.users)
-            )
-            or (kind == "all_reduce" and group_name(node) in groups)
-        ):
-            expected.append(node)
-    assert list(fsdp_starts(GraphAnalysis(gm.graph))) == expected
-
-
-@pytest.mark.torch
 @pytest.mark.skipif(
     not hasattr(bucketing, "_resolve_group_name"),
     reason=f"torch {torch.__version__} merges by group names that are strings only",
@@ -499,7 +469,7 @@ def test_group_names_that_are_nodes():
         for start in gm.graph.nodes:
             if kind_of(start) is not None and start.args[-1] == group.group_name:
                 start.args = (*start.args[:-1], node)
-    plan = planned(gm, None, groups="primary")
+    plan = planned(gm, None, groups=["0"])
     assert [len(b.members) for b in plan.buckets] == [2]
 
 
@@ -562,6 +532,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_same_plans_and_order_under_any_hash_seed():
     (plans, order), other = under_hash_seeds(SCRIPT)
     assert [plans, order] == other
@@ -586,9 +557,6 @@ def test_planning_takes_a_number_of_steps_that_grows_with_the_graph_alone():
     """Planning a graph of ten times the size takes ten times the steps."""
     small, large = planning_steps(2_000, 80), planning_steps(20_000, 800)
     assert large < 1.1 * small
-
-
-# -- snapshots ------------------------------------------------------------------------------------
 
 
 # -- the contraction itself -----------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_a_planner_of_a_users_own(fake_world: int):
     several = scope["SeveralLayers"]
     torch._dynamo.reset()
     model = teb.data_parallel(
-        Transformer(ModelConfig(layers=4)), init_device_mesh("cpu", (dist.get_world_size(),))
+        Transformer(ModelConfig(layers=2)), init_device_mesh("cpu", (dist.get_world_size(),))
     )
     backend = teb.backend(Keep(), scope["passes"], model, agree=False)
     with mock.patch.object(several, "plan", autospec=True, side_effect=several.plan) as plan:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from marks import at_night
 from rank_pool import on_ranks
 from torch.distributed import fsdp as eager
 from torch.distributed.device_mesh import init_device_mesh
@@ -118,7 +119,14 @@ def gaps(rank: int, kind: str, drawn_by_torch: bool) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [*KINDS])
-@pytest.mark.parametrize("drawn_by_torch", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "drawn_by_torch"),
+    [
+        ("selective", False),
+        at_night("whole", False),
+        at_night("whole", True),
+        at_night("selective", True),
+    ],
+)
 def test_inductor_draws_the_same_in_backward(kind, drawn_by_torch):
     assert max(max(g) for g in on_ranks(gaps, kind, drawn_by_torch)) < 1e-5

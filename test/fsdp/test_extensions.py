@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
 from extended_models import DIM, TensorScaled, Wrapper, even, planes, uneven, wrap
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,7 +89,7 @@ def _compared(
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("ranks", "names"),
-    [(2, ("uneven",)), pytest.param(4, tuple(CASES), marks=pytest.mark.slow)],
+    [(2, ("uneven",)), at_night(4, tuple(CASES))],
     ids=["some", "all"],
 )
 def test_weights_are_eagers(ranks: int, names: tuple[str, ...]) -> None:
@@ -146,6 +147,7 @@ def _gathered(rank: int) -> tuple[list[bytes], list[bytes]]:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_units_are_gathered_as_eagers_bytes() -> None:
     for eager, ours in on_ranks(_gathered):
         assert len(eager) == 3

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from blocks_on_ranks import assert_equal, mesh, model, tokens
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,8 +64,15 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("gather_once", [False, True])
-@pytest.mark.parametrize("reduce_dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    ("reduce_dtype", "gather_once"),
+    [
+        (BF16, False),
+        (FP32, True),
+        at_night(BF16, True),
+        at_night(FP32, False),
+    ],
+)
 def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype, gather_once):
     eager = Tied()
     if reduce_dtype is FP32:  # see ReduceOnce: uses in one dtype, microbatches in the other
@@ -197,7 +205,11 @@ def compiled_by_recipe(made):
     return b, torch.compile(made, backend=b, fullgraph=True)
 
 
-@pytest.mark.parametrize("dtypes", [(None, None), (BF16, FP32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [at_night((None, None)), (BF16, FP32)],
+    ids=["fp32", "bf16"],
+)
 def test_microbatches_are_scattered_inside_a_node_and_all_reduced_once(dtypes):
     """As eager FSDP2 does with ``set_requires_all_reduce(False)``, on 2 x 2 ranks."""
     theirs, whole, blocks = (

@@ -10,7 +10,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
@@ -128,6 +133,25 @@ def tensor_parallel(side, name):
     torch.manual_seed(side.rank // sizes[2])
     adam = functools.partial(torch.optim.Adam, foreach=False)
     return side.train(model, [torch.randn(4, width) for _ in range(3)], optimizer=adam)
+
+
+@case(world=4)
+def a_model_that_returns_a_dtensor(side):
+    mesh = side.mesh(2, 2, names=("shards", "tensor"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12))
+    classes = ColwiseParallel(use_local_output=False)
+    parallelize_module(model, mesh["tensor"], {"1": classes})
+    side.shard(model, "*", mesh=mesh["shards"])
+    torch.manual_seed(side.rank // 2)
+    labels = torch.randint(12, (4,))
+    adam = functools.partial(torch.optim.Adam, foreach=False)
+    with loss_parallel():
+        return side.train(
+            model,
+            [torch.randn(4, 8) for _ in range(3)],
+            optimizer=adam,
+            loss=lambda out: F.cross_entropy(out, labels),
+        )
 
 
 @case(world=4)

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_ext_bucketing._torch.inductor import CustomGraphPass, cublas_workspace_bytes
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.liveness import beside_bytes, beside_text
+from torch_ext_bucketing.graph.liveness import workspace_bytes, workspace_text
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Case, PeakMemory
@@ -160,13 +160,13 @@ def test_a_workspace_is_as_large_as_configured(monkeypatch, config, nbytes):
 
 def test_workspaces_count_once_for_each_thread_with_products(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1024:1")
-    assert beside_bytes(product("cpu")) == 0
-    assert beside_text(product("cpu")) == ""
-    assert beside_bytes(product("cuda", target=aten.add.Tensor)) == 0
-    assert beside_bytes(product("cuda")) == MIB
+    assert workspace_bytes(product("cpu")) == 0
+    assert workspace_text(product("cpu")) == ""
+    assert workspace_bytes(product("cuda", target=aten.add.Tensor)) == 0
+    assert workspace_bytes(product("cuda")) == MIB
     training = product("cuda", stage="forward")
-    assert beside_bytes(training) == 2 * MIB
-    assert "2 workspaces of cuBLAS of 1 MiB" in beside_text(training)
+    assert workspace_bytes(training) == 2 * MIB
+    assert "2 workspaces of cuBLAS of 1 MiB" in workspace_text(training)
 
 
 def test_a_bound_covers_workspaces(monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from marks import at_night
 from sharded_models import TwoBlocks, step
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -136,8 +137,8 @@ def watched_step(passes: list[teb.GraphPass], mode: str) -> tuple[InFlight, int]
     ("case", "mode"),
     [
         ("units apart", "hybrid_shard"),
-        ("caps", "fully_shard"),
-        ("all-to-all", "hybrid_shard"),
+        at_night("caps", "fully_shard"),
+        at_night("all-to-all", "hybrid_shard"),
     ],
 )
 def test_no_memory_of_a_collective_is_reused_before_its_wait(case, mode):

@@ -170,7 +170,7 @@ def test_every_argument_of_a_pass_counts(made):
         (teb.FixedOrderReduce, torch.float32, torch.float64),
         (lambda keep: teb.ReshardAfterForward(keep=keep), ["a"], ["b"]),
         (lambda mode: teb.ReshardAfterForward(mode), True, False),
-        (lambda groups: teb.BucketByCap(groups=groups), None, "primary"),
+        (lambda groups: teb.BucketByCap(groups=groups), None, ["0"]),
         (lambda groups: teb.BucketByCap(groups=groups), ["0"], ["1"]),
         (lambda reduce: teb.BucketAndSchedule((), reduce=reduce), None, teb.FixedOrderReduce()),
     ],

@@ -246,7 +246,7 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     **BUCKETERS,
-    "by structure": lambda gm: by_cap(gm, None, eligible="structure", groups="primary"),
+    "torch's cap": lambda gm: by_cap(gm, None, eligible=bool),
     "Overlap": lambda gm: schedule(gm, teb.Overlap()),
     "MaxComputeRun": lambda gm: schedule(gm, teb.MaxComputeRun(1)),
     "PeakMemory": lambda gm: schedule(gm, teb.PeakMemory(ratio=0.5)),
@@ -264,7 +264,7 @@ FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     "SeparateGroups": lambda gm: run_pass(teb.SeparateGroups(init_device_mesh("cpu", (2,))), gm),
     "agree": agree,
 }
-PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "Estimate", "FixedOrderReduce")
+PLANNERS = (*BUCKETERS, "torch's cap", "peak_bytes", "Estimate", "FixedOrderReduce")
 # Errors of the functions in PLANNERS; scheduling warns with the same text.
 RAISES = {
     "out_of_order": (

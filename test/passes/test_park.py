@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, step, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +49,12 @@ def compiled(*passes, compiler=None, again=(), run=step):
     b = teb.backend(graphs, [teb.ReshardAfterForward(), *passes], model, agree=False)
     run(torch.compile(model, backend=b), TOKENS)
     return graphs, b.last_report()
+
+
+@functools.cache
+def all_parked():
+    """Compile with all activations parked; return graphs that tests only read, and the report."""
+    return compiled(Park([""]))
 
 
 def copies(gm):
@@ -93,7 +100,7 @@ def test_host_memory_is_not_device_memory(fake_world):
     """The device holds an activation until its copy has arrived, and again from the reload on."""
     plain, _ = compiled()
     torch._dynamo.reset()
-    parked, report = compiled(Park([""]))
+    parked, report = all_parked()
     nbytes = sum(reports(report)[0].parked.values())
     (plain_out, out) = (GraphAnalysis(g["forward"].graph).liveness.profile for g in (plain, parked))
     live = [
@@ -184,7 +191,7 @@ def host_copies_of(model):
 
 @pytest.mark.parametrize(("stage", "stream"), [("forward", TO_HOST), ("backward", FROM_HOST)])
 def test_copies_run_one_after_the_other_on_a_stream(fake_world, stage, stream):
-    graphs, _ = compiled(Park([""]))
+    graphs, _ = all_parked()
     machine = teb.Machine(host_bandwidth=1e6, kernel_ms=0.003)
     model = model_of(graphs[stage].graph, machine)
     launched = host_copies_of(model)
@@ -277,7 +284,7 @@ def _beside_eager(rank, compiler, again, schedules, chosen):
 
     def made():
         torch.manual_seed(0)
-        model = TwoBlocks(9, 13)  # uneven over four ranks
+        model = TwoBlocks(9, 13)  # uneven over two and four ranks
         checkpointed(*(model.layers[i] for i in again))
         return model
 
@@ -310,15 +317,15 @@ def _beside_eager(rank, compiler, again, schedules, chosen):
     ("compiler", "again", "schedules", "chosen"),
     [
         ("pools", (), True, True),
-        pytest.param("pools", (0,), True, False, marks=pytest.mark.slow),
-        pytest.param("pools", (), False, False, marks=pytest.mark.slow),
-        pytest.param("aot_eager", (), True, False, marks=pytest.mark.slow),
-        pytest.param("inductor", (0,), True, False, marks=pytest.mark.slow),
+        at_night("pools", (0,), True, False),
+        at_night("pools", (), False, False),
+        at_night("aot_eager", (), True, False),
+        at_night("inductor", (0,), True, False),
     ],
     ids=["chosen", "checkpointed", "not-scheduled", "aot_eager", "inductor"],
 )
 def test_bits_of_eager(compiler, again, schedules, chosen):
-    world = 2 if compiler == "inductor" else 4
+    world = 2 if chosen or compiler == "inductor" else 4
     given = compiler, again, schedules, chosen
     for expected, found, nbytes in on_ranks(_beside_eager, *given, world=world):
         assert found == expected

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from blocks_on_ranks import assert_equal, gradients, mesh, model, shard, tokens
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import TwoBlocks, eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,9 +51,9 @@ def _compiled_equals_eager(rank, mode, reduce_dtype):
 @pytest.mark.parametrize(
     ("mode", "world", "reduce_dtype"),
     [
-        ("fully_shard", 2, None),
         ("hybrid_shard", 4, torch.float32),
-        pytest.param("replicate", 2, torch.float32, marks=pytest.mark.slow),
+        at_night("fully_shard", 2, None),
+        at_night("replicate", 2, torch.float32),
     ],
 )
 def test_compiled_and_uncompiled_steps_equal_eager_fsdp2(mode, world, reduce_dtype):
@@ -105,7 +106,7 @@ def _reductions_on_their_own_groups(rank, mode):
 
 @pytest.mark.parametrize(
     ("mode", "world"),
-    [("fully_shard", 2), pytest.param("hybrid_shard", 4, marks=pytest.mark.slow)],
+    [("fully_shard", 2), at_night("hybrid_shard", 4)],
 )
 def test_reductions_on_their_own_groups(mode, world):
     on_ranks(_reductions_on_their_own_groups, mode, world=world)

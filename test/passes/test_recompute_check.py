@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import small_transformer
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,9 +82,7 @@ class MarkTheResults(teb.GraphPass):
                 del node.meta["recompute"]
 
 
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compiler", ["aot_eager", at_night("inductor")])
 def test_an_operator_that_draws_without_a_tag_is_found(compiler):
     with pytest.raises(RecomputeError, match=r"draws \(recompute_test.draws.default\)") as error:
         step(Model(OPERATORS["draws"]), compiler)

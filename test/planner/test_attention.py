@@ -6,6 +6,7 @@ import torch.fx as fx
 import torch.nn as nn
 from collective_graphs import trace
 from cuda_attention import DIM, HEADS, KERNELS, TOKENS, Blocks, fused, halves, outcome, register
+from marks import at_night
 from rank_pool import on_ranks
 
 import torch_ext_bucketing as teb
@@ -37,9 +38,10 @@ ops = torch.ops.attention_test
 @pytest.mark.parametrize(
     ("kernel", "compiler"),
     [
-        *((k, "inductor") for k in ("cudnn", "math", "varlen", "FlexAttention")),
-        ("cudnn", "aot_eager"),
-        *(pytest.param(k, "inductor", marks=pytest.mark.slow) for k in ("flash", "efficient")),
+        ("cudnn", "inductor"),
+        ("FlexAttention", "inductor"),
+        *(at_night(k, "inductor") for k in ("math", "varlen", "flash", "efficient")),
+        at_night("cudnn", "aot_eager"),
     ],
 )
 def test_attention_without_dropout_is_recomputed(kernel, compiler):
@@ -47,7 +49,7 @@ def test_attention_without_dropout_is_recomputed(kernel, compiler):
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "two_ranks")
-@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("compiler", ["inductor", at_night("aot_eager")])
 def test_attention_with_dropout_is_saved(compiler):
     assert outcome(fused("efficient", 0.1), compiler) == "saved"
 
@@ -94,7 +96,7 @@ class Stack(Blocks):
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "two_ranks")
-@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("compiler", ["inductor", at_night("aot_eager")])
 def test_an_operator_is_recomputed_only_if_its_tags_allow_that(compiler):
     for name, again in {"untagged": 0, "pointwise": 2}.items():
         graphs, report = halves(Stack(getattr(ops, name).default), compiler)

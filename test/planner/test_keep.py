@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import fake_group
+from marks import at_night
 from random_joint import BLOCKS, random_joint, random_planner
 from sharded_models import Keep, TwoBlocks, checkpointed
 from torch._dynamo.exc import BackendCompilerFailed
@@ -175,7 +176,11 @@ def halves(*passes, dim=64, reduce_dtype=None):
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("seed", "to", "fuses"), [(0, None, True), (1, 2, True), (2, 2, False), (3, None, False)]
+    ("seed", "to", "fuses"),
+    [
+        (1, 2, True),
+        *(at_night(*made) for made in ((0, None, True), (2, 2, False), (3, None, False))),
+    ],
 )
 def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed, to, fuses):
     machine = replace(NO_HOST, fuses=fuses)
@@ -214,7 +219,7 @@ def test_fused_kernels_read_and_write_the_buffers_of_buckets(fake_world):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, at_night(1)])
 def test_halves_with_parked_activations_are_what_the_partitioner_makes(fake_world, seed):
     pytest.importorskip(COPIES)
     import_copies()
@@ -530,6 +535,7 @@ def test_host_memory_is_used_where_it_helps_and_within_its_bound(fake_world):
     assert any(c.step_ms < w.step_ms and not c.above for _, w, c in found.values())
 
 
+@pytest.mark.slow
 def test_the_choice_does_not_depend_on_depth(two_ranks):
     """As many choices are scheduled for many equal layers as for few, and they gain as much."""
     gains = {}
@@ -547,6 +553,7 @@ def test_the_choice_does_not_depend_on_depth(two_ranks):
         assert gains[160, share] > 0.95 * gains[16, share] > 0.05
 
 
+@pytest.mark.slow
 def test_a_choice_may_fit_in_an_order_of_its_own_alone():
     """A choice above the bound in the graph's order may keep the bound in an order of its own."""
     try:
@@ -561,7 +568,10 @@ def test_a_choice_may_fit_in_an_order_of_its_own_alone():
     assert planner._held.peak_bytes(chosen.kept) > limit
 
 
-@pytest.mark.parametrize(("seed", "share"), [(1, 0.5), (4, 0.5), (9, 0.3)])
+@pytest.mark.parametrize(
+    ("seed", "share"),
+    [(4, 0.5), *(at_night(*drawn) for drawn in ((1, 0.5), (9, 0.3)))],
+)
 def test_the_number_of_gathers_is_near_the_best(two_ranks, seed, share):
     """Gathers and kernels of backward take equally long: no quarter of the gathers is the best."""
     graph, machine = random_joint(seed, 40, period=1)
@@ -638,7 +648,7 @@ class MaskedBlock(torch.nn.Module):
         return x + self.w2(torch.relu(h.squeeze(1)))
 
 
-@pytest.mark.parametrize("vocabulary", [16, 1024])
+@pytest.mark.parametrize("vocabulary", [at_night(16), 1024])
 def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocabulary):
     """The peak is in the blocks with the small vocabulary, and in the loss with the large one."""
     found = []
@@ -659,7 +669,7 @@ def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocab
     assert not ours.choose(min(peaks)).above
 
 
-@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("activations", [at_night(False), True])
 def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
     shorter = 0
     for seed in range(5, 11):

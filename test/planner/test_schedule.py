@@ -553,7 +553,7 @@ def test_caps_are_ranked_by_all_orders(seed):
     graph, bounds = random_training(seed).graph, [Overlap(), PeakMemory(ratio=1.0)]
     caps = [n * DIM * DIM * 4 / 2**20 for n in (1, 2, 4, 8, 64)]
     analysis, costs = GraphAnalysis(graph), Costs(machine(2.0))
-    options: dict[str, Any] = {"eligible": "structure"}
+    options: dict[str, Any] = {"eligible": bool}
     _, report = choose_caps(analysis, bounds, caps_mb=caps, machine=costs.machine, **options)
     planner, unmerged = CapPlanner(analysis, ByCap(**options)), model_of(analysis, costs)
     for cap in caps:
@@ -875,7 +875,7 @@ def test_of_equal_steps_the_one_with_the_fewest_collectives(ms):
 
 
 def test_a_search_that_merges_nothing_warns_of_nothing(recwarn):
-    one = BucketAndSchedule(Overlap(), caps_mb=RUNGS, eligible="structure", machine=by_bytes(0.3))
+    one = BucketAndSchedule(Overlap(), caps_mb=RUNGS, eligible=bool, machine=by_bytes(0.3))
     report = one(forward_graph(8)).graphs[-1]
     assert not report.buckets
     assert not [w for w in recwarn if issubclass(w.category, NotBucketedWarning)]

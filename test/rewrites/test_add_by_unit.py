@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from marks import at_night
 from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -188,7 +189,7 @@ def programs(draw):
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # an example takes seconds
 
 
-@settings(max_examples=4, phases=PHASES)
+@settings(max_examples=3, phases=PHASES)
 @given(programs(), st.integers(0, 1000))
 def test_some_programs_of_units(program, seed):
     check_program(program, seed)
@@ -233,7 +234,7 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(16, dim)
         self.bias = nn.Parameter(torch.randn(1, 6, 6))
-        self.encoder, self.decoder = (nn.ModuleList(Layer(dim) for _ in range(3)) for _ in range(2))
+        self.encoder, self.decoder = (nn.ModuleList(Layer(dim) for _ in range(2)) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 16, bias=False)
 
     def forward(self, tokens):
@@ -246,7 +247,7 @@ class EncoderDecoder(nn.Module):
         return self.head(self.norm(y)).float().logsumexp(-1).mean()
 
 
-UNITS = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3)]
+UNITS = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(2)]
 
 
 @pytest.mark.torch
@@ -315,9 +316,13 @@ class Broken(nn.Module):
     ("readers", "breaks", "named"),
     [
         ([(2,), (2, 1), (2,)], (), "'shared', an input of unit 'units.1',"),
-        ([(2,), (1, 2), (2,)], (), ""),
         ([(2,), (2,), (2,)], (0, 1), ""),
-        ([(2,), (2,), (2,)], (0, 2), "'shared', an input of unit 'units.0', 'units.1', 'units.2',"),
+        at_night([(2,), (1, 2), (2,)], (), ""),
+        at_night(
+            [(2,), (2,), (2,)],
+            (0, 2),
+            "'shared', an input of unit 'units.0', 'units.1', 'units.2',",
+        ),
     ],
 )
 def test_additions_that_a_graph_break_takes_apart_are_named(readers, breaks, named):

@@ -114,6 +114,7 @@ def bounded(model: nn.Module, optimizer):
     return teb.recipe(model, "speed", memory=memory, optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options"),
     [

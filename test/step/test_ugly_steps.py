@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from marks import at_night
 from rank_pool import on_ranks
 from step_pairs import UNITS, Pair, Ugly, loss_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -269,7 +270,7 @@ def name_of(case) -> str:
 
 
 def slow(*case):
-    return pytest.param(case, marks=pytest.mark.slow, id=name_of(case))
+    return at_night(case, id=name_of(case))
 
 
 CASES = [
@@ -280,22 +281,22 @@ CASES = [
     slow(microbatches, sgd),
     slow(microbatches, adagrad),
     (skips, fused),
-    (skips, sgd),
+    slow(skips, sgd),
     slow(skips, adagrad),
-    (scaled, adamw, 0.1, 2),
+    slow(scaled, adamw, 0.1, 2),
     slow(scaled, sgd, None),
     slow(scaled, adagrad, 0.1),
-    (mixed_dtypes, adamw),
-    (unclipped, plain_sgd, dampened, fused),
-    (other_norms, sgd),
-    (watched, adamw),
-    (between, adamw),
+    slow(mixed_dtypes, adamw),
+    slow(unclipped, plain_sgd, dampened, fused),
+    slow(other_norms, sgd),
+    slow(watched, adamw),
+    slow(between, adamw),
     (rates, tensor_rate),
     slow(rates, sgd),
-    (left_out, adamw),
+    slow(left_out, adamw),
     slow(left_out, adagrad),
     (two_optimizers, adamw),
-    (grown, adamw),
+    slow(grown, adamw),
     slow(grown, sgd),
     slow(half_state, sgd),
     slow(checkpoints, adamw),

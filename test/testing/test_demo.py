@@ -1,4 +1,4 @@
-"""The demo's parts, its command, and a run under Inductor."""
+"""The demo's parts and its command."""
 
 import subprocess
 import sys
@@ -18,9 +18,6 @@ from torch_ext_bucketing.commands.demo_results import (
 from torch_ext_bucketing.testing.differences import Payload, Span, layout_differences
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# --- text and model ------------------------------------------------------------------
 
 
 # --- results -------------------------------------------------------------------------
@@ -98,7 +95,7 @@ def test_a_control_that_can_not_differ_is_explained(ranks, nodes, message):
         (["--layers", "-1"], "layers must be positive"),
         (["--dim", "100"], "dim must be a multiple of 64"),
         (["--dim", "wide"], "invalid int value"),
-        (["--backend", "eager"], "invalid choice"),
+        (["--reduce-dtype", "int8"], "invalid choice"),
         (["--timeout", "0"], "timeout_s must be positive"),
         (["--json", "/no/such/folder/x.json"], "does not exist"),
         (["--json", "."], "is a folder"),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import at_night
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.testing.ranks import run_ranks
@@ -495,7 +496,7 @@ def _all_checks(rank, topology):
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("world", "per_node"),
-    [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)],
+    [at_night(2, 1), (4, 2)],
     ids=["2x1", "2x2"],
 )
 def test_real_ranks(world, per_node):

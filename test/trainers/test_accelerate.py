@@ -244,6 +244,7 @@ def test_accelerator_trains_saves_and_loads_as_with_eager_fsdp2(kind, tmp_path):
         assert all(model[n].shape == whole[n].shape for n in whole)
 
 
+@pytest.mark.slow
 def test_blocks_that_accelerate_compiles_one_by_one_train_to_the_weights_of_eager_fsdp2(tmp_path):
     """``use_regional_compilation``, with microbatches that are reduced once."""
     run = functools.partial(run_ranks, by_loop, 2, timeout_s=240)

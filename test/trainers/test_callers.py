@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from marks import at_night
 from rank_pool import on_ranks
 from sharded_models import small_transformer, tokens_of
 from torch.distributed import fsdp as fsdp2
@@ -211,7 +212,7 @@ PROGRAMS = [lightning, torchtune, automodel, verl, vision_language]
 
 @pytest.mark.parametrize(
     "program",
-    [p if p is verl else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS],
+    [p if p is verl else at_night(p) for p in PROGRAMS],
     ids=lambda p: p.__name__,
 )
 def test_a_caller_trains_as_on_eager_fsdp2(program):

@@ -228,7 +228,7 @@ def test_options_are_checked():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="at least one candidate"):
         teb.tune(model, {})
-    with pytest.raises(ValueError, match="steps must be at least 1"):
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1"):
         teb.tune(model, {"a": "eager"}, steps=0)
     with pytest.raises(ValueError, match="PeakMemory"):
         teb.tune(model, {"a": "eager"}, memory=teb.PeakMemory(ratio=1.1))

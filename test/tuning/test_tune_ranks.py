@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from marks import at_night
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -92,9 +93,9 @@ def _tunes(rank, compiler, dim):
 @pytest.mark.parametrize(
     ("compiler", "dim"),
     [
-        pytest.param("aot_eager", 8, marks=pytest.mark.slow),
+        at_night("aot_eager", 8),
         ("aot_eager", 7),  # rows that two ranks can't share evenly
-        pytest.param("inductor", 8, marks=pytest.mark.slow),
+        at_night("inductor", 8),
     ],
 )
 def test_training_goes_on_through_it_with_the_bits_of_one_plan(compiler, dim, tmp_path):
@@ -163,8 +164,10 @@ FAILED = "rank 1 failed before the optimizer's step"
     ("how", "texts"),
     [
         ("raise", (FAILED, "ValueError: boom")),
-        ("late", ("rank 1 did not come to the step in 2 s",)),
-        pytest.param("compile", (FAILED, "no compiler"), marks=pytest.mark.torch),
+        at_night("late", ("rank 1 did not come to the step in 2 s",)),
+        pytest.param(
+            "compile", (FAILED, "no compiler"), marks=[pytest.mark.torch, pytest.mark.slow]
+        ),
     ],
 )
 def test_a_rank_that_fails_or_is_late_stops_all_with_the_weights_of_before(how, texts):

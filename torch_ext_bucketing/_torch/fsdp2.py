@@ -43,6 +43,7 @@ with private_torch():
         FSDPParamGroup as FSDPParamGroup,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+    from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy
     from torch.utils._python_dispatch import (
         is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
     )
@@ -55,6 +56,8 @@ KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
 WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 CASTS_EACH_MODULE = hasattr(FSDPState, "_cast_output_dtype")
 _SHARD = "_local_tensor"
+
+refuse_deepcopy = _unimplemented_deepcopy
 
 
 def blocks_of(tensor: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -400,13 +403,6 @@ def is_inner_state(state: FSDPState) -> bool:
 def has_not_run(state: FSDPState) -> bool:
     """Return whether FSDP2's hooks have run neither for the state nor for a module around it."""
     return state._is_root is None
-
-
-def policy_for(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
-    """Return a unit's policy for one parameter, by ``param_dtype_override_fn`` (since 2.15)."""
-    resolve = getattr(policy, "_resolve_for_param", None)
-    resolved: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
-    return resolved
 
 
 def sent(

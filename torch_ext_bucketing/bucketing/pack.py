@@ -243,13 +243,14 @@ class Writer:
         """Reshape ``value``, and copy it if its strides don't allow a view."""
         tensor = value.meta["val"]
         if not self._static or tensor.stride() != tuple(_contiguous(tensor.shape)):
+            # Running the view shows whether the strides allow it.
             node = self._add(_aten.view.default, [value, list(shape)])
             try:
                 if self._static and 1 in tensor.shape and not tensor.is_contiguous():
                     # torch 2.15 views a fake tensor of (2, 1, 2) with strides (1, 2, 2) as (4,).
                     raise ValueError("not sure to be a view")
                 return self._run(node)
-            except (RuntimeError, ValueError):  # its strides don't allow it
+            except (RuntimeError, ValueError):
                 self.nodes.remove(node)
                 self._graph.erase_node(node)
             value = self.copied(value, self.shape(value))
@@ -334,16 +335,6 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 
 PayloadKey = Callable[[fx.Node], Any]
-
-
-def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
-    """Return ``order``; raise a TypeError unless it is a callable or None."""
-    if order is not None and not callable(order):
-        raise TypeError(
-            "payload_order must be a callable that returns a start node's key, or None for graph "
-            f"order, got {order!r}"
-        )
-    return order
 
 
 def merge_and_report(

@@ -38,10 +38,10 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.inductor import default_cap_mb
-from ..errors import check_count
+from ..errors import check_count, check_positive
 from ..fsdp.units import Units
 from ..graph.analysis import UNTAGGED, Collective, GraphAnalysis
-from ..graph.nodes import FSDP_KINDS, KINDS, Kind, check_kinds, is_wait
+from ..graph.nodes import FSDP_KINDS, KINDS, Kind, check_kinds
 from ..reports.base import LeftAlone, LeftCause
 from ..reports.compile import ClosedBy, Unmerged
 from .contraction import Bucket as Bucket
@@ -50,31 +50,19 @@ from .contraction import Contraction, left_alone, reading_only
 from .contraction import MergePlan as MergePlan
 from .contraction import merge_groups as merge_groups
 
-Groups: TypeAlias = Collection[str] | Literal["primary"] | None
-"""Names of process groups, planned one after the other; ``"primary"``: the group with the most
-all-gathers, see :func:`chosen_groups`; None: all groups, planned together."""
+Groups: TypeAlias = Collection[str] | None
+"""Names of process groups, planned one after the other; None: all groups, planned together."""
 
 
-def check_groups(groups: Groups) -> tuple[str, ...] | Literal["primary"] | None:
-    """Return ``groups`` with names as a tuple; raise a TypeError for other values."""
-    if groups is None or groups == "primary":
-        return groups  # type: ignore[return-value]
+def check_groups(groups: Groups) -> tuple[str, ...] | None:
+    """Return ``groups`` as a tuple; raise a TypeError for other values than names."""
+    if groups is None:
+        return None
     if isinstance(groups, str) or not isinstance(groups, Collection):
-        raise TypeError(f"groups must be a list of names, 'primary' or None, got {groups!r}")
+        raise TypeError(f"groups must be a list of names or None, got {groups!r}")
     if not all(isinstance(name, str) for name in groups):
         raise TypeError(f"groups must be names of process groups, got {groups!r}")
     return tuple(dict.fromkeys(groups))
-
-
-def chosen_groups(groups: Groups, counts: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
-    """Return the chosen groups in the order of ``counts``, FSDP collectives by group and kind.
-
-    The primary group has the most FSDP all-gathers; in a graph without gathers the most
-    reduce-scatters, and without these the most all-reduces. Of equals it is the first one.
-    """
-    if groups == "primary":
-        return (max(counts, key=lambda g: [counts[g][k] for k in KINDS]),) if counts else ()
-    return tuple(g for g in counts if groups is None or g in groups)
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ def _without_unit(c: Collective, unknown: Sequence[str]) -> LeftAlone:
 
 Cap: TypeAlias = float | tuple[float, ...] | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
-Eligible: TypeAlias = Literal["tag", "structure"] | Callable[[fx.Node], bool]
+Eligible: TypeAlias = Literal["tag"] | Callable[[fx.Node], bool]
 
 _MIB = 1024 * 1024
 _PASSED_OVER = 4
@@ -139,8 +127,8 @@ class ByCap:
             names, or from pairs of group name and kind. None, or a missing entry: the size that
             saturates the group's network by torch's estimate. A member above the cap stays alone.
         kinds: kinds to bucket; others are not reported one by one.
-        eligible: ``"tag"``: collectives with a tag, which serve parameters. ``"structure"``: the
-            starts that :func:`fsdp_starts` finds. Or a callable of the start node.
+        eligible: ``"tag"``: collectives with a tag, which serve parameters. Or a callable of the
+            start node.
         groups: process groups to bucket, see :data:`.Groups`. A gather in a smaller group
             (``ReshardAfterForward(to=...)``) counts for the group that shards the parameter.
         max_compute_run: see :class:`.MaxComputeRun`.
@@ -156,10 +144,8 @@ class ByCap:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", check_kinds(self.kinds))
         object.__setattr__(self, "groups", check_groups(self.groups))
-        if self.eligible not in ("tag", "structure") and not callable(self.eligible):
-            raise ValueError(
-                f"eligible must be 'tag', 'structure' or a callable, got {self.eligible!r}"
-            )
+        if self.eligible != "tag" and not callable(self.eligible):
+            raise ValueError(f"eligible must be 'tag' or a callable, got {self.eligible!r}")
         if self.max_compute_run is not None:
             check_count("max_compute_run", self.max_compute_run, least=1)
         check_caps(self.cap_mb)
@@ -186,18 +172,19 @@ class CapPlanner:
     def __init__(self, analysis: GraphAnalysis, options: ByCap) -> None:
         self.analysis = analysis
         self._default_cap = cache(default_cap_mb)
-        mergeable, self._left, counts = _candidates(analysis, options.kinds, options.eligible)
-        chosen = chosen_groups(options.groups, counts)
-        # Groups in one scope are planned together, scopes one after the other.
-        self._scopes = [chosen] if options.groups is None else [(group,) for group in chosen]
+        mergeable, self._left = _candidates(analysis, options.kinds, options.eligible)
+        groups = options.groups
         self._left += [
             left_alone(c, f"its process group {c.home} is not one of groups=")
             for c in mergeable
-            if c.home not in chosen
+            if groups is not None and c.home not in groups
         ]
+        chosen = [c for c in mergeable if groups is None or c.home in groups]
+        homes = tuple(dict.fromkeys(c.home for c in chosen))
+        # Groups in one scope are planned together, scopes one after the other.
+        self._scopes = [homes] if groups is None else [(home,) for home in homes]
         self._in_wait_order = sorted(
-            (c for c in mergeable if c.home in chosen),
-            key=lambda c: (KINDS.index(c.kind), analysis.position[c.wait]),
+            chosen, key=lambda c: (KINDS.index(c.kind), analysis.position[c.wait])
         )
         self._contracted = Contraction(analysis)
         self._position = self._contracted.position
@@ -291,7 +278,7 @@ class CapPlanner:
                 except Exception as error:
                     where = f"bucket {index} of the {c.kind} group {c.group}"
                     raise RuntimeError(f"cap_mb failed for {where}") from error
-            check_cap(value, f"the cap of bucket {index}")
+            check_positive(f"the cap of bucket {index}", value, "number of MiB")
             return int(min(value * _MIB, 2**63))  # a huge float has no place in a report
 
         return cap_bytes
@@ -299,75 +286,26 @@ class CapPlanner:
 
 def _candidates(
     analysis: GraphAnalysis, kinds: Collection[Kind], eligible: Eligible
-) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
-    """Return the mergeable collectives, the others, and counts of eligible ones by group."""
+) -> tuple[list[Collective], list[LeftAlone]]:
+    """Return the mergeable collectives and the others."""
     mergeable: list[Collective] = []
     alone: list[LeftAlone] = []
-    counts: dict[str, dict[str, int]] = {}
-    is_eligible: Callable[[Collective], Any]
-    cause = LeftCause.OTHER
-    if eligible == "tag":
-        is_eligible, otherwise, cause = (lambda c: c.tag), UNTAGGED, LeftCause.UNTAGGED
-    elif eligible == "structure":
-        fsdp_collectives = fsdp_starts(analysis)
-        is_eligible = lambda c: c.start in fsdp_collectives or c.merged  # noqa: E731
-        otherwise = "its place in the graph is not that of an FSDP collective"
-    else:
-        is_eligible, otherwise = (lambda c: eligible(c.start)), "it is not eligible"
-
     for c in analysis.collectives.values():
-        # Gathers choose the primary group, whichever kinds are bucketed.
-        if c.kind not in kinds and c.kind != "all_gather":
-            continue
-        try:
-            is_chosen = bool(is_eligible(c))
-        except Exception as error:
-            raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
-        if is_chosen:
-            # A bucket counts as its members, so that planning twice gives the same plan.
-            counts.setdefault(c.home, dict.fromkeys(KINDS, 0))[c.kind] += c.count
         if c.kind not in kinds:
             continue
+        try:
+            is_chosen = bool(c.tag if eligible == "tag" else eligible(c.start))
+        except Exception as error:
+            raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
         if c.why_not:
             alone.append(left_alone(c, c.why_not))
-        elif not is_chosen:
-            alone.append(left_alone(c, otherwise, cause))
-        else:
+        elif is_chosen:
             mergeable.append(c)
-    return mergeable, alone, counts
-
-
-def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
-    """Find the starts that torch takes for FSDP's by their place in the graph, in graph order.
-
-    An all-gather counts if exactly one placeholder leads to it (torch's ``is_fsdp_all_gather``), a
-    reduce-scatter if its result reaches only outputs through operators of one input
-    (``is_fsdp_reduce_scatter_wait``), and an all-reduce if such a gather is on its group
-    (``bucket_fsdp_all_reduce``).
-    """
-    # One walk each way; torch walks once per collective. A contraction refuses unsorted graphs.
-    nodes = analysis.nodes
-    sources: dict[fx.Node, list[fx.Node]] = {}  # placeholders that lead to a node, two at most
-    for node in nodes:
-        above = dict.fromkeys(s for arg in node.all_input_nodes for s in sources.get(arg, ()))
-        sources[node] = [node] if node.op == "placeholder" else list(above)[:2]
-    only_outputs: dict[fx.Node, bool] = {}
-    for node in reversed(nodes):
-        only_outputs[node] = all(
-            user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs.get(user))
-            for user in node.users
-        )
-    all_gathers = (c for c in analysis.collectives.values() if c.kind == "all_gather")
-    gathers = {c.start: c for c in all_gathers if len(sources[c.start]) == 1}
-    groups = {c.group for c in gathers.values()}
-
-    def is_ours(c: Collective) -> bool:
-        if c.kind == "reduce_scatter":
-            waits = [user for user in c.start.users if is_wait(user)]
-            return bool(waits) and all(wait.users and only_outputs[wait] for wait in waits)
-        return c.start in gathers or (c.kind == "all_reduce" and c.group in groups)
-
-    return {start: None for start, c in analysis.collectives.items() if is_ours(c)}
+        elif eligible == "tag":
+            alone.append(left_alone(c, UNTAGGED, LeftCause.UNTAGGED))
+        else:
+            alone.append(left_alone(c, "it is not eligible"))
+    return mergeable, alone
 
 
 def _by_key(collectives: Iterable[Collective]) -> list[list[Collective]]:
@@ -384,10 +322,5 @@ def check_caps(cap_mb: CapMb) -> None:
     for group, cap in caps.items():
         if cap is not None and not callable(cap):
             for number in cap if isinstance(cap, tuple) and cap else (cap,):
-                check_cap(number, f"cap_mb of group {group}" if group else "cap_mb")
-
-
-def check_cap(cap: Any, name: str) -> None:
-    """Raise a ValueError that has ``name`` unless ``cap`` is a positive number of MiB."""
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
-        raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
+                name = f"cap_mb of group {group}" if group else "cap_mb"
+                check_positive(name, number, "number of MiB")

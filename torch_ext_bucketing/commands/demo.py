@@ -22,8 +22,8 @@ starts on the CPU, and compare all weights after every step:
 Reductions add in the order of NCCL's rings over the simulated nodes."""
 
 _EPILOG = """\
-exit status: 0 if the run in FSDP2's order equals eager after every step (inductor: if its layout
-is eager's and it is reproducible), 1 if not or if a rank failed, 2 for bad options."""
+exit status: 0 if the run in FSDP2's order equals eager after every step, 1 if not or if a rank
+failed, 2 for bad options."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -25,7 +25,7 @@ from ..testing.differences import bucket_payloads, fsdp_payloads
 from ..testing.ranks import Rank
 from ..testing.training import ModelConfig, Training, Transformer, count_collectives
 from ..testing.trial import Run, Trial
-from .demo_results import HEAD_DIM, RankReport, RunRecord, Settings, label
+from .demo_results import HEAD_DIM, LABELS, RankReport, RunRecord, Settings
 
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,7 +53,6 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
         lambda: (make_model(settings), batches),
         units=[*(f"blocks.{i}" for i in range(settings.layers)), ""],
         ranks=settings.ranks,
-        backend=settings.backend,
         param_dtype=PARAM_DTYPE,
         reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
     )
@@ -67,17 +66,14 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
 
     eager = trial.wrapped()
     runs, compilers = {"eager": training(eager, eager)}, dict[str, BucketingBackend]()
-    names = ["fsdp_order", "graph_order"]
-    if settings.backend == "inductor":
-        names.append("fsdp_order_again")
-    for name in names:
-        model, compilers[name], run = trial.ours(partial(_passes, name != "graph_order"))
+    for name in ("fsdp_order", "graph_order"):
+        model, compilers[name], run = trial.ours(partial(_passes, name == "fsdp_order"))
         runs[name] = training(model, run)
     called: dict[str, int] = {}
     for step in range(settings.steps):
         for name, train in runs.items():
             if step == 0:
-                trial.say(f"first step of: {label(name)}")
+                trial.say(f"first step of: {LABELS[name]}")
             counting = count_collectives() if name == "eager" else nullcontext(called)
             dist.barrier()  # a run's time must not include stragglers of another run
             with counting as called:

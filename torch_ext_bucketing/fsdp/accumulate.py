@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.dynamo import sums_gradients_of
 from ..errors import check_argument
-from .gather import Unshard, over_replicas, reduced
+from .gather import Unshard
 
 
 class _ReduceLate(torch.autograd.Function):
@@ -30,9 +30,9 @@ class _ReduceLate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (total,) = ctx.saved_tensors
-        how = ctx.unshard.how(ctx.dtype)
-        grad = over_replicas(total, how) if how[-1] else reduced(total, how)
-        return grad.to(ctx.dtype), None, None
+        reduction = ctx.unshard.reduction_of(ctx.dtype)
+        finish = reduction.over_replicas if reduction.scatters_each else reduction
+        return finish(total).to(ctx.dtype), None, None
 
 
 class ReduceOnce:
@@ -103,7 +103,7 @@ class ReduceOnce:
                 "sharded: call data_parallel(model, mesh) first"
             )
         if scatter_each:
-            self._trained = [p for p in self._trained if self._of[p][0].has_replicas]
+            self._trained = [p for p in self._trained if self._of[p][0].reduction.replica_group]
             if not self._trained:
                 raise ValueError(
                     f"scatter_each=True all-reduces once over replicas, and the parameters of this "
@@ -128,7 +128,7 @@ class ReduceOnce:
         for param in self._trained:
             unshards = self._of[param]
             for unshard in unshards:
-                unshard.scatters_each = self._scatter_each
+                unshard.reduction = unshard.reduction._replace(scatters_each=self._scatter_each)
             leaf = unshards[0].leaf(param)
             if self._scatter_each:
                 sums_gradients_of(leaf, param)
@@ -148,7 +148,7 @@ class ReduceOnce:
                 self._reduce_all(totals)
         finally:
             for unshard in every:
-                unshard.scatters_each = False
+                unshard.reduction = unshard.reduction._replace(scatters_each=False)
 
     def _reduce_all(self, totals: list[torch.Tensor | None]) -> None:
         pairs = zip(self._trained, totals, strict=True)

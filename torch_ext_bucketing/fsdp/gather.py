@@ -12,13 +12,11 @@ Shards on another dimension than 0 travel contiguous, as eager FSDP2's
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch.fsdp2 import (
@@ -53,22 +51,16 @@ class Unshard:
         self.managed, self.layout, self.extension, self.unit = managed, layout, extension, unit
         self.dim, self.shard_size = layout.dim, layout.shards
         self.shape: tuple[int, ...] = tuple(managed._orig_size)
-        self.attach = torch.compiler.allow_in_graph(attach)
-        self.whole: tuple[Any, ...] = ()
+        self.part: tuple[Any, ...] = ()  # of a `DTensor`: its mesh and placements, shape, stride
         if is_distributed(original):
-            self.attach = _attach_on(mesh_of(original), original.placements)  # type: ignore[attr-defined]
-            self.whole = (tuple(original.shape), original.stride())
+            self.part = (_empty_like(original), tuple(original.shape), original.stride())
         mesh, shard_dim, replica_dim = layout.mesh, layout.shard_dim, layout.replica_dim
         self.shard_group = None if shard_dim is None else mesh_group(mesh, shard_dim)
         replicas = None if replica_dim is None else mesh_group(mesh, replica_dim)
-        self.has_replicas = replicas is not None
-        # A flat tuple: Dynamo passes it to `attach` as a constant.
+        ranks, local_rows = self.shard_size * layout.replicas, managed.sharded_size[0]
         groups = (self.shard_group, self.shard_size, replicas)
-        local_rows, ranks = managed.sharded_size[0], self.shard_size * layout.replicas
-        # The rest of a `_Reduction` is in `how()`.
-        self.reduction: tuple[Any, ...] = (None, *groups, local_rows, self.dim, ranks, None, False)
+        self.reduction = Reduction(layout.reduce_dtype, *groups, ranks, self.dim, local_rows)
         self.unreduced: torch.Tensor | None = None
-        self.scatters_each = False  # whether `unreduced` is the shards' sum, not the full one
         self.full: torch.Tensor | None = None
 
     def check(self) -> None:
@@ -100,41 +92,39 @@ class Unshard:
             return self(self.managed.sharded_param)
         return self(self.shard_of(module._parameters[name]))
 
-    def divide_by(self, factor: float | None, only_sums: bool) -> None:
-        """Divide gradients by ``factor`` instead of the ranks' number; see ``FSDPModule``."""
-        self.reduction = (*self.reduction[:7], factor, only_sums)
-
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the gathered parameter, for a shard's."""
         return (self.layout.param_dtype if dtype.is_floating_point else None) or dtype
 
-    def how(self, dtype: torch.dtype) -> _Reduction:
+    def reduction_of(self, dtype: torch.dtype) -> Reduction:
         """Return how gradients are reduced, for a shard's dtype."""
         # The dtype may change until the first forward, ``model.bfloat16()``, as with eager FSDP2.
-        reduce_dtype = self.layout.reduce_dtype or (dtype if REDUCES_BY_GRAD_DTYPE else None)
-        return (reduce_dtype, *self.reduction[1:], self.scatters_each)
+        if REDUCES_BY_GRAD_DTYPE and self.reduction.dtype is None:
+            return self.reduction._replace(dtype=dtype)
+        return self.reduction
 
     def __call__(self, sharded: DTensor) -> torch.Tensor:
         shard = sharded.to_local()
-        how = self.how(shard.dtype)
-        wide = _comes_wide(self.param_dtype(shard.dtype), how[0])
+        reduction = self.reduction_of(shard.dtype)
+        wide = _comes_wide(self.param_dtype(shard.dtype), reduction.dtype)
         full = self.full
-        if full is None and self.extension is None and not self.whole and not wide:
+        if full is None and self.extension is None and not self.part and not wide:
             return _Gather.apply(shard, self.unreduced, self, None)
         if full is None:
             with torch.no_grad():
                 full = self.gather(shard)
-        return self.attach(shard, self.unreduced, how, full, *self.whole)
+        return attach(shard, self.unreduced, reduction, full, *self.part)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
         """Create a leaf that accumulates gradients, in one element's memory.
 
         It has the full shape, or with ``scatters_each`` that of a padded shard.
         """
-        dtype = self.how(sharded.dtype)[0] or self.param_dtype(sharded.dtype)
+        dtype = self.reduction_of(sharded.dtype).dtype or self.param_dtype(sharded.dtype)
         element = torch.empty((), dtype=dtype, device=sharded.device)
         shard = (self._rows(), *self.managed.sharded_size[1:])
-        return element.expand(shard if self.scatters_each else self.shape).requires_grad_()
+        scatters = self.reduction.scatters_each
+        return element.expand(shard if scatters else self.shape).requires_grad_()
 
     def _rows(self) -> int:
         """Return the number of rows that a rank's shard has in a collective."""
@@ -170,161 +160,145 @@ def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
     )
 
 
-_Reduction: TypeAlias = tuple[
-    torch.dtype | None,
-    MeshGroup | None,
-    int,
-    MeshGroup | None,
-    int,
-    int,
-    int,
-    float | None,
-    bool,
-    bool,
-]
-"""How to reduce a gradient: dtype, group and number of shards, group of replicas, number of rows of
-this rank's shard, sharded dimension, number of all ranks, what :func:`_division` takes, and whether
-a :class:`.ReduceOnce` sums the results of :func:`scattered`."""
+class Reduction(NamedTuple):
+    """How the gradient of one parameter is reduced; a constant in Dynamo's graphs."""
 
+    dtype: torch.dtype | None  # of the reductions; None keeps the gradient's
+    shard_group: MeshGroup | None
+    shards: int
+    replica_group: MeshGroup | None
+    ranks: int  # of shards and replicas
+    dim: int  # that is sharded
+    local_rows: int  # of this rank's shard
+    factor: float | None = None  # divides the sum instead of ``ranks``
+    only_sums: bool = False  # whether process groups add and never average
+    scatters_each: bool = False  # whether a `ReduceOnce` adds the results of `scattered`
 
-def reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
-    """Reduce a full gradient to this rank's shard."""
-    return over_replicas(scattered(grad, how), how)
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        """Reduce a full gradient to this rank's shard."""
+        return self.over_replicas(self.scattered(grad))
 
+    def scattered(self, grad: torch.Tensor) -> torch.Tensor:
+        """Reduce-scatter a full gradient over the shards, to a padded shard."""
+        shards, dim = self.shards, self.dim
+        if self.dtype is not None:
+            grad = grad.to(self.dtype)
+        before, op, _, _ = self._division(grad.dtype)
+        if dim:
+            parts = grad.unflatten(dim, (shards, grad.shape[dim] // shards)).movedim(dim, 0)
+            grad = parts.flatten(0, 1)
+        if before != 1:
+            grad = grad / before
+        if self.shard_group is not None:
+            rows = -(-grad.shape[0] // shards)
+            grad = _pad_rows(grad, rows * shards).contiguous()
+            group = as_argument(self.shard_group)
+            grad = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(grad, op, shards, group))
+        return grad
 
-def scattered(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
-    """Reduce-scatter a full gradient over the shards, to a padded shard."""
-    dtype, shard_group, shards, _, _, dim, ranks, factor, only_sums, _ = how
-    if dtype is not None:
-        grad = grad.to(dtype)
-    before, op, _, _ = _division(grad.dtype, shards, ranks, factor, only_sums)
-    if dim:
-        parts = grad.unflatten(dim, (shards, grad.shape[dim] // shards)).movedim(dim, 0)
-        grad = parts.flatten(0, 1)
-    if before != 1:
-        grad = grad / before
-    if shard_group is not None:
-        rows = -(-grad.shape[0] // shards)
-        grad = _pad_rows(grad, rows * shards)
-        group = as_argument(shard_group)
-        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), op, shards, group)
-        grad = _c10d.wait_tensor(grad)
-    return grad
+    def over_replicas(self, grad: torch.Tensor) -> torch.Tensor:
+        """All-reduce a padded shard of a gradient over the replicas, and cut the padding off."""
+        _, _, op, after = self._division(grad.dtype)
+        if self.replica_group is not None:
+            group = as_argument(self.replica_group)
+            grad = _c10d.wait_tensor(_c10d.all_reduce(grad.contiguous(), op, group))
+        if after != 1:
+            grad = grad / after
+        if self.shard_group is not None and not self.dim and self.local_rows != grad.shape[0]:
+            grad = grad.narrow(0, 0, self.local_rows)
+        return grad
 
-
-def over_replicas(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
-    """All-reduce a padded shard of a gradient over the replicas, and cut the padding off."""
-    _, shard_group, shards, replica_group, local_rows, dim, ranks, factor, only_sums, _ = how
-    _, _, op, after = _division(grad.dtype, shards, ranks, factor, only_sums)
-    if replica_group is not None:
-        grad = _c10d.all_reduce(grad.contiguous(), op, as_argument(replica_group))
-        grad = _c10d.wait_tensor(grad)
-    if after != 1:
-        grad = grad / after
-    if shard_group is not None and not dim and local_rows != grad.shape[0]:
-        grad = grad.narrow(0, 0, local_rows)
-    return grad
-
-
-def _division(
-    dtype: torch.dtype, shards: int, ranks: int, factor: float | None, only_sums: bool
-) -> tuple[float, str, str, float]:
-    """Return a divisor before the reduction, the ops over shards and replicas, a divisor after."""
-    # As in eager FSDP2 (``_get_gradient_divide_factors``, torch 2.11 to 2.15) the process group
-    # averages float32 and bfloat16. Other dtypes, which overflow sooner, are divided by about the
-    # root of ``factor`` before the sum, and by the rest after it.
-    overflows = dtype not in (torch.float32, torch.bfloat16)
-    if not overflows and not only_sums:
-        if factor is None:
-            return 1, "avg", "avg", 1
-        return 1, "avg" if factor == shards else "sum", "sum", 1
-    factor = float(ranks) if factor is None else factor
-    before = 1  # a power of two, so that the division is exact
-    while overflows and factor % before == 0 and factor / before > before:
-        before *= 2
-    return before, "sum", "sum", factor / before
+    def _division(self, dtype: torch.dtype) -> tuple[float, str, str, float]:
+        """Return a divisor before the reduction, the ops over shards and replicas, one after."""
+        # As in eager FSDP2 (``_get_gradient_divide_factors``, torch 2.11 to 2.15) the process group
+        # averages float32 and bfloat16. Other dtypes, which overflow sooner, are divided by about
+        # the root of the factor before the sum, and by the rest after it.
+        overflows = dtype not in (torch.float32, torch.bfloat16)
+        if not overflows and not self.only_sums:
+            if self.factor is None:
+                return 1, "avg", "avg", 1
+            return 1, "avg" if self.factor == self.shards else "sum", "sum", 1
+        factor = float(self.ranks) if self.factor is None else self.factor
+        before = 1  # a power of two, so that the division is exact
+        while overflows and factor % before == 0 and factor / before > before:
+            before *= 2
+        return before, "sum", "sum", factor / before
 
 
 class _Gather(torch.autograd.Function):
-    """Gather the full parameter, or return a given one; ``inner``: as part of a ``DTensor``."""
+    """Gather the full parameter, or return a given one, as part of a ``DTensor`` with ``part``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         shard: torch.Tensor,
         unreduced: torch.Tensor | None,
-        how: Unshard | _Reduction,
+        how: Unshard | Reduction,
         full: torch.Tensor | None,
-        inner: tuple[Any, ...] | None = None,
+        *part: Any,
     ) -> torch.Tensor:
-        ctx.reduction = how.how(shard.dtype) if isinstance(how, Unshard) else how
+        ctx.reduction = how.reduction_of(shard.dtype) if isinstance(how, Unshard) else how
         ctx.dtype = shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
-        ctx.inner = inner
+        ctx.placements, ctx.others = None, (None,) * (2 + len(part))
         if isinstance(how, Unshard):
             return how.gather(shard)
         assert full is not None
-        if _comes_wide(full.dtype, how[0]):
+        if _comes_wide(full.dtype, how.dtype):
             ctx.set_output_grad_dtype(None)
-        if inner is None:
+        if not part:
             return full.detach()
-        mesh, placements, shape, stride = inner
+        like, shape, stride = part
+        mesh, ctx.placements = like.device_mesh, like.placements
         return DTensor.from_local(
-            full, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+            full, mesh, ctx.placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.inner is not None:
+        if ctx.placements is not None:
             # FSDPParam._get_grad_inner_tensor sums a gradient that is partial on the inner mesh.
             # Since 2.15 the gradient has the reduction's dtype by then (`unsharded_grad_dtype`).
-            dtype = ctx.reduction[0] if REDUCES_BY_GRAD_DTYPE else None
-            grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.inner[1]).to_local()
+            dtype = ctx.reduction.dtype if REDUCES_BY_GRAD_DTYPE else None
+            grad = grad.to(dtype or grad.dtype).redistribute(placements=ctx.placements).to_local()
         if ctx.unreduced_dtype is not None:  # passed on to the leaf of a `ReduceOnce`
-            if ctx.reduction[-1]:
-                grad = scattered(grad, ctx.reduction)
-            return None, grad.to(ctx.unreduced_dtype), None, None, None
-        grad = reduced(grad, ctx.reduction).to(ctx.dtype)
+            if ctx.reduction.scatters_each:
+                grad = ctx.reduction.scattered(grad)
+            return None, grad.to(ctx.unreduced_dtype), *ctx.others
+        grad = ctx.reduction(grad).to(ctx.dtype)
         # The tensors of a subclass are views of one bucket. A class may want equal offsets of them.
         grad = grad.clone() if is_traceable_wrapper_subclass(grad) else grad
-        return grad, None, None, None, None
+        return grad, None, *ctx.others
 
 
+# Dynamo would require the parameter's class and dtype of the gradient.
+@torch.compiler.allow_in_graph
 def attach(
-    shard: torch.Tensor, unreduced: torch.Tensor | None, reduction: _Reduction, full: torch.Tensor
+    shard: torch.Tensor,
+    unreduced: torch.Tensor | None,
+    reduction: Reduction,
+    full: torch.Tensor,
+    *part: Any,
 ) -> torch.Tensor:
     """Connect ``full``, which was gathered from ``shard``, to it: backward reduces the gradient."""
-    # Dynamo does not trace into this. It would require the parameter's class and dtype of the
-    # gradient.
-    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full)
+    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, *part)
     return attached
 
 
-_attach_by_mesh: dict[Any, tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
+_empty: dict[Any, torch.Tensor] = {}
 
 
-def _attach_on(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
-    """Return :func:`attach` for this rank's part of a ``DTensor`` on a mesh."""
-
-    def attach_part(
-        shard: torch.Tensor,
-        unreduced: torch.Tensor | None,
-        reduction: _Reduction,
-        full: torch.Tensor,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-    ) -> torch.Tensor:
-        inner = (mesh, placements, shape, stride)
-        attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, inner)
-        return attached
-
-    # Parameters share one function, as Dynamo guards on it. It has the mesh, which can't be an
-    # argument of a node in Dynamo's graph. Not by the mesh itself: one made later, for new process
-    # groups, is equal.
-    key = (id(mesh), placements)
-    if key not in _attach_by_mesh:
-        _attach_by_mesh[key] = (mesh, torch.compiler.allow_in_graph(attach_part))
-    return _attach_by_mesh[key][1]
+def _empty_like(whole: Any) -> torch.Tensor:
+    """Return a ``DTensor`` without elements, on the mesh and with the placements of another."""
+    # A mesh gets into a graph in a tensor alone, and AOTAutograd finds the mesh of an output among
+    # the inputs. Parameters share one, as each is an input. Not by the mesh itself: one made later,
+    # for new process groups, is equal.
+    mesh, placements = mesh_of(whole), whole.placements
+    key = (id(mesh), placements, whole.ndim)
+    if key not in _empty:
+        local = torch.empty((0,) * whole.ndim, device=mesh.device_type)
+        _empty[key] = DTensor.from_local(local, mesh, placements, run_check=False)
+    return _empty[key]
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

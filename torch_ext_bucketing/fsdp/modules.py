@@ -28,7 +28,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -54,6 +54,7 @@ from .._torch.fsdp2 import (
     places_of,
     prepare_group,
     read_param_groups,
+    refuse_deepcopy,
     reshard_after_traced_backward,
     state_of,
     take_hooks,
@@ -133,8 +134,9 @@ class Unit:
     def take_divisors(self) -> None:
         """Divide gradients as FSDP2's settings say."""
         for group in groups_of(self.state):
+            factor, only_sums = group.gradient_divide_factor, group.force_sum_reduction_for_comms
             for unshard in self.unshards(group):
-                unshard.divide_by(group.gradient_divide_factor, group.force_sum_reduction_for_comms)
+                unshard.reduction = unshard.reduction._replace(factor=factor, only_sums=only_sums)
 
     def begin(self) -> None:
         """Prepare for gathers in a graph, before a forward or while Dynamo traces it.
@@ -481,17 +483,10 @@ def _sharded_class(plain: Any, names: tuple[str, ...], is_unit: bool) -> Any:
     members["named_parameters"] = _named_parameters
     if not is_unit:
         return type(plain.__name__, (plain,), {**members, "__deepcopy__": _plain_copy})
-    members["__deepcopy__"] = _refuse_copy
+    members["__deepcopy__"] = refuse_deepcopy
     # Dynamo counts the compiles of a code object, here those of one class.
     members["__call__"] = FunctionType(_call.__code__.replace(), _call.__globals__, "__call__")
     return type(f"FSDP{plain.__name__}", (FSDPModule, plain), members)
-
-
-def _refuse_copy(module: Any, memo: Any) -> NoReturn:
-    raise AssertionError(
-        f"a {type(module).__name__} can't be copied, as with eager FSDP2: make the model again, "
-        "shard it by the same calls, and load the state_dict() of this one"
-    )
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:

@@ -112,7 +112,8 @@ def data_parallel(
 
 def _callable(module: nn.Module) -> list[nn.Module]:
     """Return a module, or the modules in a container without ``forward``."""
-    if not _has_no_forward(module):
+    containers = nn.ModuleList | nn.ModuleDict
+    if not isinstance(module, containers) or type(module).forward is not nn.Module.forward:
         return [module]
     return [inner for child in module.children() for inner in _callable(child)]
 
@@ -176,12 +177,10 @@ def fully_shard(
     if wrong := [param for param in ignored if not isinstance(param, nn.Parameter)]:
         raise TypeError(f"ignored_params must be parameters, got {wrong[0]!r}")
     for top in modules:
-        label = type(top).__name__
-        if state_of(top) is not None:
-            again = "call it once per module"
-            raise ValueError(f"a {label} was given to fully_shard() before: {again}")
-        if _has_no_forward(top):
-            raise ValueError(f"a {label} has no forward: give the modules in it as a list")
+        if state_of(top) is not None:  # FSDP2 raises the same, but after our own checks
+            raise AssertionError(
+                f"a {type(top).__name__} was given to fully_shard() before: call it once per module"
+            )
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
@@ -202,11 +201,6 @@ def fully_shard(
 
 
 fully_shard.state = eager_fully_shard.state  # type: ignore[attr-defined]
-
-
-def _has_no_forward(module: nn.Module) -> bool:
-    containers = nn.ModuleList | nn.ModuleDict
-    return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
 
 def _shard(

@@ -36,7 +36,6 @@ from .nodes import (
     is_collective,
     is_compute,
     kind_of,
-    member_count,
     only_wait,
     reduce_op,
     sent_as_bytes,
@@ -99,7 +98,6 @@ class Collective:
         home: name of the process group that shards its parameter; see :func:`.home_group`.
         why_not: why it can't be merged; see :func:`unmergeable`.
         key: its bucket key, see :func:`.bucket_key`; None if it can't be merged.
-        merged: whether it is a bucket already, of ``count`` collectives.
         in_backward: whether autograd ran while it was traced, in the graph of a whole step.
     """
 
@@ -111,8 +109,6 @@ class Collective:
         self.tag = tag_of(start)
         self.why_not = unmergeable(start)
         self.key = None if self.why_not else bucket_key(start)
-        self.merged = is_bucket(start)
-        self.count = member_count(start)
         self.reduce_op = reduce_op(start)
         self.in_backward = _aot.in_backward(start)
 

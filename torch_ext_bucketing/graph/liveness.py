@@ -370,7 +370,7 @@ BLOCK_BYTES = 512
 """Bytes; the allocator rounds each block up to a multiple of them."""
 
 
-def beside_bytes(graph: fx.Graph) -> int:
+def workspace_bytes(graph: fx.Graph) -> int:
     """Return the bytes of cuBLAS's workspaces; 0 without products on CUDA."""
     # torch's CUDA allocator keeps one for each handle and stream. Each thread has a handle of its
     # own, and autograd runs backward in another thread than forward, so a training step holds two
@@ -378,7 +378,7 @@ def beside_bytes(graph: fx.Graph) -> int:
     return _workspaces(graph) * cublas_workspace_bytes()
 
 
-def beside_text(graph: fx.Graph) -> str:
+def workspace_text(graph: fx.Graph) -> str:
     """Name the memory that is assumed beside the graph; empty where nothing is on CUDA."""
     number = _workspaces(graph)
     if not number:

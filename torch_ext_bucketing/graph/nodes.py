@@ -106,7 +106,7 @@ def tag_of(node: fx.Node) -> Tag | None:
     else in the members' order. A bucket with an untagged member has no tag.
     """
     tags = member_tags(node)
-    if not tags or len(tags) < member_count(node):
+    if not tags or len(tags) < len(_members(node)):
         return None
     return Tag(tags[0].kind, tuple(dict.fromkeys(f for tag in tags for f in tag.fqns)))
 
@@ -114,11 +114,6 @@ def tag_of(node: fx.Node) -> Tag | None:
 def member_tags(start: fx.Node) -> tuple[Tag, ...]:
     """List the tags of a bucket's tagged members, or the own tag of a single collective."""
     return tuple(m for m in _members(start) if m is not None)
-
-
-def member_count(start: fx.Node) -> int:
-    """Count the collectives that were merged into this one; 1 if it is not a bucket."""
-    return len(_members(start))
 
 
 def is_bucket(node: fx.Node) -> bool:

@@ -92,8 +92,7 @@ class BucketingBackend:
             raise ValueError(
                 f"backend must be 'aot_eager', 'inductor' or a callable, got {compiler!r}"
             )
-        if timeout is not None and not isinstance(timeout, timedelta):
-            raise TypeError(f"agree_timeout must be a datetime.timedelta, got {timeout!r}")
+        check_argument("agree_timeout", timeout, timedelta | None)
         if timeout is not None and timeout <= timedelta():
             raise ValueError(f"agree_timeout must be positive, got {timeout}")
         if prefetch is not None:

@@ -29,7 +29,7 @@ from .._torch.inductor import (
 from ..errors import DividedUnitWarning, NoUuidError, UncoveredParametersWarning
 from ..graph.analysis import GraphAnalysis
 from ..graph.edits import unchanged_on_error
-from ..graph.liveness import beside_bytes, kept_inputs
+from ..graph.liveness import kept_inputs, workspace_bytes
 from ..graph.nodes import GraphLike, graph_of
 from ..graph.sizes import GivenHints, SizeHints
 from ..reports.compile import CompileReport, GraphReport, PassTime, RewriteReport
@@ -44,7 +44,7 @@ class Baseline:
 
     peak_bytes: int | None = None  # estimated peak of live bytes; None if the estimate failed
     # Bytes that are live while the graph runs and are not its inputs: those that the allocator
-    # holds beside it (`beside_bytes`), and for a backward graph the forward inputs that it
+    # holds beside it (`workspace_bytes`), and for a backward graph the forward inputs that it
     # does not read, such as shards of parameters that were saved gathered, unless the forward graph
     # was cached.
     external_live_bytes: int = 0
@@ -147,14 +147,18 @@ class Compilation:
             self.baseline = replace(self.baseline, peak_bytes=self.analysis(graph).peak_bytes)
 
     def _external_live_bytes(self, graph: fx.Graph) -> int:
+        """Return the bytes that are live while ``graph`` runs and that its values don't show.
+
+        Call it for forward before backward, which does not read all that the caller keeps for it.
+        """
         kept_bytes = kept_inputs(graph, SizeHints.of(self.size_hints))
-        beside = beside_bytes(graph)
+        workspaces = workspace_bytes(graph)
         if stage_of(graph) != "backward":
             self._forward_inputs = kept_bytes
-            return beside
+            return workspaces
         # Backward may read only the shape of a shard that is uneven on other ranks: 0 bytes.
         unseen = (n - kept_bytes.get(name, 0) for name, n in self._forward_inputs.items())
-        return beside + sum(n for n in unseen if n > 0)
+        return workspaces + sum(n for n in unseen if n > 0)
 
     @property
     def has_collectives(self) -> bool:

@@ -33,8 +33,9 @@ import torch.fx as fx
 
 from .._torch.aot import in_backward, mark_backward
 from .._torch.inductor import lower_sum
-from ..bucketing.pack import PayloadKey, Writer, check_payload_order, merge_and_report
+from ..bucketing.pack import PayloadKey, Writer, merge_and_report
 from ..bucketing.plan import ByCap, ByUnit, CapMb, Eligible, Groups, check_groups
+from ..errors import check_argument
 from ..fsdp.rank_order import SUM, check_accumulate, steps_of
 from ..fsdp.units import Units
 from ..graph.analysis import Collective, GraphAnalysis
@@ -128,7 +129,7 @@ class BucketByUnit(GraphPass):
         units = Units.of(self.units)
         self._set(units=units, _units=units, kinds=check_kinds(self.kinds))
         self._set(_divided=DividedUnits(units))
-        check_payload_order(self._payload_key)
+        check_argument("payload_order", self._payload_key, Callable | None)
 
     @property
     def _payload_key(self) -> PayloadKey | None:
@@ -179,7 +180,7 @@ class BucketByCap(GraphPass):
     planner: ByCap = field(init=False)
 
     def __post_init__(self) -> None:
-        check_payload_order(self.payload_order)
+        check_argument("payload_order", self.payload_order, Callable | None)
         cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
         self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds), groups=check_groups(self.groups))
         planner = ByCap(cap_mb, kinds=self.kinds, eligible=self.eligible, groups=self.groups)

@@ -37,8 +37,8 @@ import torch.fx as fx
 
 from ..bucketing.contraction import BucketPlanner, MergePlan, checked_plan, reading_only
 from ..bucketing.pack import merge_buckets
-from ..bucketing.plan import ByCap, CapPlanner, check_cap
-from ..errors import BoundNotKeptWarning
+from ..bucketing.plan import ByCap, CapPlanner
+from ..errors import BoundNotKeptWarning, check_positive
 from ..graph.analysis import GraphAnalysis
 from ..graph.nodes import group_name, paused_gc
 from ..passes.bucketing import reduce_by_all_to_all
@@ -110,7 +110,7 @@ class BySearch:
         if self.caps_mb is not None and not self.caps_mb:
             raise ValueError("caps_mb is empty: give at least one cap in MiB")
         for cap in self.caps_mb or ():
-            check_cap(cap, "each of caps_mb")
+            check_positive("each of caps_mb", cap, "number of MiB")
 
     def plan(self, analysis: GraphAnalysis) -> MergePlan:
         """Return the plan of :meth:`search`."""

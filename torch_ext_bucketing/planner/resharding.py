@@ -29,7 +29,7 @@ from ..passes.reshard_to import (
     what_fits,
 )
 from .cost.cost import Costs
-from .cost.machine import Machine, check_machine
+from .cost.machine import Machine
 from .keep.keep import KeepPlanner
 from .keep.partitioned import PartitionedModel
 from .schedule.policy import Overlap, PeakMemory, policies_of
@@ -142,7 +142,7 @@ class ReshardAfterForward(GraphPass):
                 raise ValueError(f"give {mode} or to={to!r}, not both")
             to = mode
         if self.machine is not None:
-            check_machine(self.machine)
+            check_argument("machine", self.machine, Machine)
         keep = tuple(self.keep)
         units = None if self.units is None else Units.of(self.units)
         smaller = None if to is None else make_smaller_group(to)

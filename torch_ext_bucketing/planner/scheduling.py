@@ -21,12 +21,12 @@ from typing import Any, ClassVar
 import torch.fx as fx
 
 from .._torch.aot import stage_of
-from ..bucketing.pack import PayloadKey, check_payload_order, merge_and_report
+from ..bucketing.pack import PayloadKey, merge_and_report
 from ..bucketing.plan import BucketPlanner, ByCap, Eligible, Groups, check_groups
 from ..errors import BoundNotKeptWarning, check_argument
 from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Precedence
-from ..graph.liveness import beside_text
+from ..graph.liveness import workspace_text
 from ..graph.nodes import (
     FSDP_KINDS,
     GraphLike,
@@ -44,7 +44,7 @@ from ..passes.watch import watch_for_shards
 from ..reports.planner import EstimateReport, ScheduleReport
 from .cap_search import BySearch, Searched
 from .cost.cost import Costs
-from .cost.machine import H100, Machine, check_machine, job_machine
+from .cost.machine import H100, Machine, job_machine
 from .schedule.model import Model, model_of
 from .schedule.orders import schedule_model
 from .schedule.policy import Case, Options, Policy, policies_of, within
@@ -85,7 +85,7 @@ def schedule(
             an order of this sort keeps the bounds, no others are tried.
     """
     policies = policies_of(policy)
-    check_machine(machine)
+    check_argument("machine", machine, Machine)
     options = {"external_live_bytes": external_live_bytes}
     if reference_bytes is not None:
         options["reference_bytes"] = reference_bytes
@@ -134,7 +134,7 @@ def schedule(
                 machine=machine.describe(),
                 rank_order_ms=price,
                 optimizer_ms=optimizer_ms(model, order),
-                notes=(*notes, beside) if (beside := beside_text(graph)) else notes,
+                notes=(*notes, text) if (text := workspace_text(graph)) else notes,
             )
         if isinstance(gm, fx.GraphModule):
             gm.recompile()
@@ -244,7 +244,7 @@ class Schedule(GraphPass):
     def __post_init__(self) -> None:
         policies = policies_of(self.policies)
         machine = job_machine() if self.machine is None else self.machine
-        check_machine(machine)
+        check_argument("machine", machine, Machine)
         self._set(policies=policies, _policies=policies, timed_for=machine)
 
     @property
@@ -328,7 +328,7 @@ class BucketAndSchedule(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_argument("reduce", self.reduce, FixedOrderReduce | None)
-        check_payload_order(self.payload_order)
+        check_argument("payload_order", self.payload_order, Callable | None)
         check_argument("caps_mb", self.caps_mb, Sequence | None)
         check_argument("planners", self.planners, Sequence)
         for planner in self.planners:

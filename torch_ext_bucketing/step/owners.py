@@ -222,7 +222,7 @@ class Routes:
         return [self._hop(d, d + 1, goes) for d in reversed(range(len(self.mesh)))]
 
     def held(self, coordinate: Coordinate, dims: int) -> list[Piece]:
-        """List the parts that ``coordinate`` holds after the first ``dims`` dimensions."""
+        """List the parts at ``coordinate`` once they travelled along ``dims`` dimensions."""
         held = []
         for i, m in enumerate(self.matrices):
             if coordinate[:dims] == m.owner[:dims]:
@@ -238,7 +238,7 @@ class Routes:
         return sum(self.matrices[p.matrix].blocks[p.at].size for p in parts)
 
     def _holders(self, part: Piece, dims: int) -> Iterator[Coordinate]:
-        """List the ranks that hold a part after ``dims`` dimensions."""
+        """List the ranks that hold a part once it travelled along ``dims`` dimensions."""
         m = self.matrices[part.matrix]
         dims_left = range(dims, len(self.mesh))
         places = [(part.at[d],) if m.sharded[d] else range(self.mesh[d]) for d in dims_left]

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from .._torch.fsdp2 import grad_hooks
 from .._torch.optimizers import update_scale
-from ..errors import EagerOptimizerWarning, check_argument
+from ..errors import EagerOptimizerWarning, check_argument, check_count, check_positive
 from ..fqns import format_names, parameter_names
 from ..fsdp.modules import all_units
 from ..passes.backends import BucketingBackend
@@ -259,16 +259,14 @@ def train_step(
         raise ValueError(f"max_norm must be positive, got {max_norm!r}")
     if max_norm is None and (skip_nonfinite or norm_type != 2.0):
         raise ValueError("norm_type= and skip_nonfinite= belong to max_norm=")
-    check_argument("clip_value", clip_value, float | int | None)
-    if clip_value is not None and not clip_value > 0:
-        raise ValueError(f"clip_value must be positive, got {clip_value!r}")
-    if clip_value is not None and max_norm is not None:
-        raise ValueError("clip by value or by norm: give clip_value= or max_norm=, not both")
+    if clip_value is not None:
+        check_positive("clip_value", clip_value)
+        if max_norm is not None:
+            raise ValueError("clip by value or by norm: give clip_value= or max_norm=, not both")
     if not isinstance(norms, list | tuple) or not all(isinstance(n, float | int) for n in norms):
         raise TypeError(f"norms must be a list of orders, such as [2.0, math.inf], got {norms!r}")
-    check_argument("exchange_bytes", exchange_bytes, int | None)
-    if exchange_bytes is not None and exchange_bytes < 1:
-        raise ValueError(f"exchange_bytes must be positive, got {exchange_bytes!r}")
+    if exchange_bytes is not None:
+        check_count("exchange_bytes", exchange_bytes, least=1)
     check_argument("grad_scaler", grad_scaler, torch.amp.GradScaler | None)
     scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
     optimized: set[torch.Tensor] = set()

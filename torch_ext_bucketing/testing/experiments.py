@@ -17,7 +17,6 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch._inductor import config as inductor_config
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
@@ -28,13 +27,13 @@ from ..passes.add_by_unit import AddByUnit
 from ..passes.backends import BucketingBackend, backend
 from ..passes.base import BUCKETS, ORDER, RANK_ORDER, GraphPass
 from ..passes.bucketing import BucketByUnit
-from ..passes.combine_uses import CombineReport, CombineUses
-from ..passes.reduce_scatter_first import ReduceScatterFirst, ScatterReport
-from ..reports.compile import RewriteReport
+from ..passes.combine_uses import CombineReport
+from ..passes.pipeline import MatchFSDP2, in_order
+from ..passes.reduce_scatter_first import ScatterReport
 from .comparison import Cause, CompareOptions, Comparison
 from .differences import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
-from .trial import Hashes, Passes, Run, Trial, hash_of, unlike, unsharded_state, wrap
+from .trial import Hashes, Passes, Run, Trial, hash_of, unlike, unsharded_state
 
 _SAME_INPUTS = (
     "all ranks have the same inputs, which hides the order of additions: pass a callable of step "
@@ -94,9 +93,6 @@ class _Experiments:
         if names := trial.differing(self.eager, trial.gradients(model, model, self.step)):
             yield _cause("nondeterminism", names)
             return
-        size = trial.rank.world_size
-        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))
-        self.mesh_of_one: DeviceMesh = mesh["one"]
         causes: list[Cause] = []
         if trial.rank.rank == 0:  # the others wait for rank 0's causes below
             self.order = self._backward_order()
@@ -180,23 +176,6 @@ def _inductor(search: _Experiments) -> Iterator[Cause]:
         yield _cause("Inductor", names, detail)
 
 
-def _activations(search: _Experiments) -> Iterator[Cause]:
-    trial = search.trial
-
-    def changed_by(units: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        model = wrap(trial.plain(), [*units, ("",)], search.mesh_of_one)
-        gradients = trial.gradients(model, model, search.step)
-        return search.ordered(unlike(search.on_one("eager"), gradients))
-
-    if any(isinstance(p, AddByUnit) for p in search.passes(search.model)):
-        return
-    trial.say("one rank: eager FSDP2")
-    if names := changed_by(trial.units):
-        alone = ["+".join(unit) for unit in trial.units if changed_by([unit])]
-        detail = f". Units that do so alone: {format_names(alone)}" if alone else ""
-        yield _cause("activations", names, detail)
-
-
 def _first_module(search: _Experiments, ways: tuple[str, str]) -> str:
     """Find the first innermost module whose outputs or gradients differ between two ways."""
     # Each module is called by itself, with the arguments of its first call in the model.
@@ -262,22 +241,26 @@ def _no_collective(search: _Experiments) -> Iterator[Cause]:
         yield _cause("no collective", search.ordered(plain))
 
 
-def _rewritten(
-    name: str, rewrite: type[GraphPass], kind: type[RewriteReport], search: _Experiments
-) -> Iterator[Cause]:
-    """Check whether a rewrite is missing, or skipped some of its collectives."""
-    if kind is ScatterReport and search.trial.options.replicas == 1:
-        return
-    passes = search.passes
-    if not any(isinstance(p, rewrite) for p in passes(search.model)):
-        search.trial.say(f"all ranks: with {rewrite.__name__}()")
-        if names := search.take(lambda model: [rewrite(), *passes(model)]):
-            yield _cause(name, names)
+def _additions(search: _Experiments) -> Iterator[Cause]:
+    """Check whether passes that add as eager FSDP2 does are missing, or skipped collectives."""
+    passes, units = search.passes, search.trial.units
+    kinds = tuple(type(part) for part in MatchFSDP2(search.model, units).parts)
+    present = {type(p) for p in passes(search.model)}
+    if missing := [kind.__name__ for kind in kinds if kind not in present]:
+
+        def with_all(model: nn.Module) -> list[GraphPass]:
+            others = [p for p in passes(model) if not isinstance(p, kinds)]
+            return in_order([MatchFSDP2(model, units), *others], model)
+
+        search.trial.say("all ranks: with MatchFSDP2()")
+        if names := search.take(with_all):
+            yield _cause("additions", names, f". The passes lack {', '.join(missing)}")
     rewrites = [r for report in search.compiler.reports for r in report.rewrites]
-    if skipped := [x for r in rewrites if isinstance(r, kind) for x in r.left]:
+    reports = [r for r in rewrites if isinstance(r, CombineReport | ScatterReport)]
+    if skipped := [x for r in reports for x in r.left]:
         why = "; ".join(f"{format_names(x.fqns)}: {x.reason}" for x in skipped)
         names = search.ordered([fqn for x in skipped for fqn in x.fqns])
-        yield _cause(name, names, f". {rewrite.__name__}() skipped {why}", "see its reasons")
+        yield _cause("additions", names, f". Skipped: {why}", "see its reasons")
 
 
 def _rank_order(search: _Experiments) -> Iterator[Cause]:
@@ -343,12 +326,10 @@ _ON_ONE_RANK: dict[str, _Experiment] = {
     "Dynamo": partial(_traced, "Dynamo", "eager", "Dynamo"),
     "decompositions": partial(_traced, "decompositions", "Dynamo", "AOTAutograd"),
     "Inductor": _inductor,
-    "activations": _activations,
 }
 _ON_ALL_RANKS: Sequence[_Experiment] = (
     _no_collective,
-    partial(_rewritten, "uses", CombineUses, CombineReport),
-    partial(_rewritten, "hybrid order", ReduceScatterFirst, ScatterReport),
+    _additions,
     _rank_order,
     _payloads,
 )
@@ -381,23 +362,14 @@ _WORDS: dict[str, tuple[str, str]] = {
         "set torch._inductor.config.emulate_precision_casts = True if eager's bits are needed, or "
         "compare with aot_eager",
     ),
-    "activations": (
-        "fully_shard() on one rank changes gradients without communication: it adds an "
-        "activation's gradients unit by unit instead of use by use",
-        "add MatchFSDP2(model, units) to the passes, as recipe() does",
-    ),
     "no collective": (
         "trained parameters are not sharded, so no collective reduces their gradients",
         "shard the whole model, data_parallel(model, mesh)",
     ),
-    "uses": (
-        "the uses of a parameter are reduced one by one; eager FSDP2 adds their gradients first",
-        "add MatchFSDP2() to the passes, as recipe() does",
-    ),
-    "hybrid order": (
-        "gradients are reduced over the replicas before the shards; eager FSDP2 starts with the "
-        "shards",
-        "add MatchFSDP2() to the passes, as recipe() does",
+    "additions": (
+        "gradients are added in another order than by eager FSDP2, which adds an activation's unit "
+        "by unit, a parameter's before they are reduced, and shards before replicas",
+        "add MatchFSDP2(model, units) to the passes, as recipe() does",
     ),
     "rank order": (
         "all-to-alls add gradients in rank order, eager FSDP2 adds over rings",

@@ -34,7 +34,7 @@ import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch.dynamo import Compiler, compile_variant, keep_json
-from ..errors import BoundNotKeptWarning, TuningError, check_argument
+from ..errors import BoundNotKeptWarning, TuningError, check_argument, check_count
 from ..passes.backends import BucketingBackend
 from ..passes.base import last_of
 from ..passes.bucketing import FixedOrderReduce
@@ -86,12 +86,10 @@ def tune(
         timeout: how long a rank waits for the others before a step and before the optimizer, their
             compile times included; None: the default process group's timeout.
     """
-    check_argument("steps", steps, int)
+    check_count("steps", steps, least=1)
     check_argument("memory", memory, PeakMemory | None)
     check_argument("candidates", candidates, Mapping | None)
     check_argument("timeout", timeout, timedelta | None)
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
     if memory is not None and memory.gib is None:
         raise ValueError("memory= is a bound in GiB here: PeakMemory(gib=...)")
     if candidates is None:

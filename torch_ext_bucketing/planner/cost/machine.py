@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from ...errors import check_argument, check_count
+from ...errors import check_argument, check_count, check_positive
 from ...graph.nodes import COLLECTIVES, CollectiveType
 
 _TREE_SHARE = 0.6
@@ -68,7 +68,7 @@ class Level:
     protocols: tuple[Protocol, ...] = ()
 
     def __post_init__(self) -> None:
-        check_rate("bandwidth", self.bandwidth)
+        check_positive("bandwidth", self.bandwidth, "rate per second")
         check_time("latency_ms", self.latency_ms)
         if self.protocols and self.latency_ms:
             raise ValueError("give latency_ms or protocols, not both")
@@ -77,9 +77,9 @@ class Level:
                 raise ValueError(f"protocols must be Protocol(...), got {protocol!r}")
             for name in ("base_ms", "ring_ms", "tree_ms"):
                 check_time(name, getattr(protocol, name))
-            check_rate("share", protocol.share)
+            check_positive("share", protocol.share)
             if protocol.limit is not None:
-                check_rate("limit", protocol.limit)
+                check_positive("limit", protocol.limit)
 
 
 def nvlink(limit: float) -> tuple[Protocol, ...]:
@@ -155,12 +155,6 @@ def is_time(value: Any) -> bool:
     return number and 0 <= value < math.inf
 
 
-def check_rate(name: str, value: object) -> None:
-    """Raise a ValueError unless ``value`` is a positive rate per second."""
-    if not is_time(value) or not value:
-        raise ValueError(f"{name} must be a positive rate per second, got {value!r}")
-
-
 def check_time(name: str, value: object) -> None:
     """Raise a ValueError unless ``value`` is a time of at least 0."""
     if not is_time(value):
@@ -171,7 +165,6 @@ GroupLayout = tuple[int, int]
 """The number of ranks of a process group, and the number of nodes that they are on."""
 Table = Mapping[tuple[str, int | GroupLayout], Sequence[tuple[int, float]]]
 _FORMAT = 1
-_SUFFIX = ", corrected"
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,6 @@ class Machine:
         inter: the network between nodes, with ``intra`` and ``ranks_per_node``. Every rank of a
             node has its ``bandwidth``. Both levels have the same protocols.
         factors: what times are multiplied by, by kind of collective and ``"kernel"``; others by 1.
-            See :meth:`corrected`.
         fuses: whether elementwise operators and reductions run as the kernels that Inductor would
             fuse them to, instead of each alone. None: as the backend does that compiles the graph.
         estimate: ``(node, nbytes | None) -> ms | None``, called first, for kernels and collectives.
@@ -231,7 +223,7 @@ class Machine:
             check_argument(name, getattr(self, name), Mapping)
         rates = {"other_flops": self.other_flops, "bandwidth": self.bandwidth}
         for name, rate in {**rates, "host_bandwidth": self.host_bandwidth, **self.flops}.items():
-            check_rate(name, rate)
+            check_positive(name, rate, "rate per second")
         for kind, factor in self.factors.items():
             if (kind != "kernel" and kind not in COLLECTIVES) or not is_time(factor) or not factor:
                 raise ValueError(
@@ -255,8 +247,7 @@ class Machine:
             both = [len(level.protocols) for level in self._levels[:2] if level.protocols]
             if len({*both}) > 1:
                 raise ValueError("intra and inter must have the same protocols, in the same order")
-        if self.estimate is not None and not callable(self.estimate):
-            raise TypeError(f"estimate must be a callable or None, got {self.estimate!r}")
+        check_argument("estimate", self.estimate, Callable | None)
         for key, series in self.collectives.items():
             if not _is_key(key):
                 raise ValueError(
@@ -316,12 +307,6 @@ class Machine:
         intra, inter, per_node = self._levels
         members = Counter(rank // per_node for rank in ranks).values()
         return levels_ms(COLLECTIVES[kind], list(members), nbytes, intra, inter)
-
-    def corrected(self, factors: Mapping[str, float]) -> Machine:
-        """Return the machine with times multiplied by ``factors``, besides its own."""
-        kinds = {**self.factors, **factors}
-        product = {k: self.factors.get(k, 1.0) * factors.get(k, 1.0) for k in kinds}
-        return replace(self, name=f"{self.name.removesuffix(_SUFFIX)}{_SUFFIX}", factors=product)
 
     def save(self, path: str | Path) -> None:
         """Write the machine as JSON, for :meth:`load`; one with an ``estimate`` can't be saved."""
@@ -406,12 +391,6 @@ H100 = Machine(
     },
 )
 """Nodes of eight H100s: the default where a job's own machine is unknown."""
-
-
-def check_machine(machine: object) -> None:
-    """Raise a TypeError unless ``machine`` is a :class:`Machine`."""
-    if not isinstance(machine, Machine):
-        raise TypeError(f"machine must be a Machine, such as H100, got {machine!r}")
 
 
 def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:

@@ -33,7 +33,7 @@ from ...fsdp.tagging import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.fusion import fused
-from ...graph.liveness import Storages, beside_bytes, with_fused, with_packed
+from ...graph.liveness import Storages, with_fused, with_packed, workspace_bytes
 from ...graph.nodes import is_collective, is_number, is_wait, paused_gc, tag_of
 from ...passes.park import could_park
 from ...passes.reshard_to import Smaller
@@ -94,9 +94,9 @@ class PartitionedModel:
         # The host's time is the same, whatever is kept, but for recomputed nodes.
         costs = Costs(replace(costs.machine, host_ms={}), costs.hints)
         self.costs = costs
-        beside = beside_bytes(graph)
+        workspaces = workspace_bytes(graph)
         analysis = GraphAnalysis(
-            graph, costs.hints, donated=lambda node: False, external_live_bytes=beside
+            graph, costs.hints, donated=lambda node: False, external_live_bytes=workspaces
         )
         # Both halves take their rows from this model, so a kept value has one number in both.
         joint = model_of(analysis, costs)
@@ -477,13 +477,13 @@ def _graph_of(model: Model) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Write a half as a graph for planners; return it, and the joint graph's nodes by its nodes."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
 
-    def now(node: fx.Node) -> fx.Node:
+    def copy_of(node: fx.Node) -> fx.Node:
         if node not in new:
             new[node] = graph.placeholder(node.name)
             new[node].meta = node.meta
         return new[node]
 
     for node in model.dependencies.nodes:
-        new[node] = graph.node_copy(node, now)
+        new[node] = graph.node_copy(node, copy_of)
     graph.output(tuple(node for node in graph.nodes if not node.users))
     return graph, {copy: node for node, copy in new.items()}

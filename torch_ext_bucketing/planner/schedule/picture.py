@@ -31,7 +31,7 @@ from ...fsdp.rank_order import SUM
 from ...fsdp.tagging import FqnOf, gradients_of, named_inputs
 from ...graph.analysis import GraphAnalysis
 from ...graph.layout import fills_buffer
-from ...graph.liveness import Storages, beside_bytes
+from ...graph.liveness import Storages, workspace_bytes
 from ...graph.nodes import (
     COLLECTIVES,
     collective_kind,
@@ -101,8 +101,8 @@ class Parts:
         rest = "workspace" if analysis.stage == "backward" else "activations"
         for s, part_of_storage in enumerate(of_storage):
             of_storage[s] = part_of_storage or (rest if s in live.kept else "workspace")
-        beside = beside_bytes(analysis.graph)
-        outside = {"parameters": analysis.external_live_bytes - beside, "workspace": beside}
+        workspaces = workspace_bytes(analysis.graph)
+        outside = {"parameters": analysis.external_live_bytes - workspaces, "workspace": workspaces}
         return Parts(of_storage, {n.name: p for n, p in part.items()}, outside)
 
     def profile(self, live: Storages, order: Sequence[int]) -> dict[str, list[int]]:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..._source import note_sources
-from ...errors import check_count
+from ...errors import check_count, check_positive
 from ...graph.nodes import kind_of, member_tags
 from ...reports.base import sizes_text
 from ...reports.planner import PeakReport, PolicyReport, RunReport
@@ -412,9 +412,7 @@ class PeakMemory(Policy):
                 f"give either gib or ratio, got gib={self.gib!r} and ratio={self.ratio!r}"
             )
         for bound in (*sizes, *([] if self.host_gib is None else [self.host_gib])):
-            number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
-            if not number or not 0 < bound < float("inf"):
-                raise ValueError(f"the bound must be a positive number, got {bound!r}")
+            check_positive("the bound", bound)
 
     @property
     def host_bytes(self) -> int:
