@@ -65,22 +65,22 @@ read names from nodes: fsdp TestGroupNames
     return _resolve_group_name(_get_collective_kwargs(n)["group_name"])
     return _get_collective_kwargs(n)["group_name"]
 turn the order round: bucketing TestPayloadOrder
-    return sorted(bucket, key=lambda n: (not ints[n], ints[n]))
-    return sorted(bucket, key=lambda n: (not ints[n], ints[n]), reverse=True)
+    return [sorted(b, key=lambda n: (not ints[n], ints[n])) for b in buckets]
+    return [sorted(b, key=lambda n: (not ints[n], ints[n]), reverse=True) for b in buckets]
 pack members without a value first: bucketing TestPayloadOrder
-    return sorted(bucket, key=lambda n: (not ints[n], ints[n]))
-    return sorted(bucket, key=lambda n: ints[n])
+    return [sorted(b, key=lambda n: (not ints[n], ints[n])) for b in buckets]
+    return [sorted(b, key=lambda n: ints[n]) for b in buckets]
 take any value: bucketing TestPayloadOrder
-    if bad := [n for n in bucket if not all(type(i) is int for i in ints[n])]:
+    if bad := [n for n in ints if not all(type(i) is int for i in ints[n])]:
     if bad := []:
 place a bucket by its payload: bucketing TestPayloadOrder
-            last = bucket_nodes[bucket_waits.index(max(bucket_waits))]
+            _, last = max(zip(bucket_waits, bucket_nodes))  # the one awaited last
             pass
 order nothing that is planned: bucketing TestPayloadOrder
-        buckets = [in_payload_order(bucket) for bucket in buckets]
-        pass
+    return in_payload_order(buckets)
+    return buckets
 order nothing that overlaps: overlap TestPayloadOrder
-        bucket = in_payload_order(bucket_info.collectives)
+        (bucket,) = in_payload_order([bucket_info.collectives])
         bucket = bucket_info.collectives
 view members where they can't begin: bucketing TestPacking
         dst.storage_offset() * dtype.itemsize % out_dtype.itemsize
@@ -122,7 +122,7 @@ let ranks hit a cache: codecache TestSpmdCheck
         if config.aten_distributed_optimizations.spmd_check:
         if False:
 merge without a bound: bucketing test_bound
-        if not cur_group or (max_between is not None and between > max_between):
+        if not cur_group or (limit is not None and between > limit):
         if not cur_group:
 count collectives of its own key: bucketing test_bound
         between = i - start - len(cur_group)
@@ -140,7 +140,7 @@ size what only the data decides: bucketing test_sizes_that
         if not has_free_unbacked_symbols(node.meta["val"]):
         if True:
 take any bound: bucketing test_bad_value
-    if max_between is not None and not (type(max_between) is int and max_between >= 0):
+    if limit is not None and not (type(limit) is int and limit >= 0):
     if False:
 run no check of the ranks: post_grad test_spmd_check
         or config.aten_distributed_optimizations.bucket_max_collectives_between != 0
