@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing._torch.fsdp2 import FSDPParamGroup
 from torch_ext_bucketing.errors import NotBucketedWarning
 from torch_ext_bucketing.fsdp import FSDPModule, fully_shard
 from torch_ext_bucketing.fsdp.gather import Reduction
@@ -31,7 +32,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("ranks", "programs", "tensor"),
     [
-        (4, 4, 1),
+        (4, 8, 1),
         (4, 5, 2),
         at_night(2, 100, 1),
         at_night(4, 60, 1),
@@ -85,6 +86,42 @@ def test_what_nobody_ignored_and_nothing_sharded_is_a_warning(mesh):
     fully_shard(model.layers[0], mesh=mesh)
     with pytest.warns(NotBucketedWarning, match=r"6 parameter\(s\).*embedding.weight"):
         teb.recipe(model)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_blocks_compiled_alone_are_gathered_when_eager_fsdp2_does(mesh, monkeypatch, reshard):
+    calls = []
+
+    def note(name):
+        run = getattr(FSDPParamGroup, name)
+
+        def noted(group, *args, **kwargs):
+            calls.append((name, group._module_fqn))
+            return run(group, *args, **kwargs)
+
+        monkeypatch.setattr(FSDPParamGroup, name, noted)
+
+    for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
+        note(name)
+
+    def calls_of(fully_shard):
+        model = TwoBlocks()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh)
+        for layer in model.layers if fully_shard is not eager.fully_shard else ():
+            layer.compile(backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            step(model, TOKENS)
+        made = list(calls)
+        calls.clear()
+        return made
+
+    theirs, ours = calls_of(eager.fully_shard), calls_of(fully_shard)
+    assert ours == theirs
+    # Backward gathers a block while the one after it computes.
+    in_backward = theirs[: theirs.index(("post_backward", "layers.1"))]
+    assert in_backward.count(("unshard", "layers.0")) == 2
 
 
 @pytest.mark.parametrize("mode", [None, True, False, 2])

@@ -554,6 +554,23 @@ def ways_to_compile(side, how):
     return side.train(model, data, run=run)
 
 
+@case(each=["kept", "recomputed", "spectral_norm", "twice", "two models"], modes=["compiled"])
+def blocks_compiled_alone(side, how):
+    models = [LM(again=how == "recomputed") for _ in range(1 + (how == "two models"))]
+    for model in models:
+        for layer in model.layers if how == "spectral_norm" else ():
+            nn.utils.parametrizations.spectral_norm(layer.out)
+        side.shard(model, "layers.*", reshard_after_forward=how != "kept")
+        for layer in model.layers if side.ours else ():
+            layer.compile(backend="aot_eager", fullgraph=True)
+
+    def run(x):
+        return sum(model(x) for model in models * (1 + (how == "twice")))
+
+    found = [side.train(model, side.tokens(), run=run) for model in models]
+    return [value for values in found for value in values]
+
+
 @case(each=["teacher", "two of one class", "two sizes"])
 def two_models(side, how):
     first = side.shard(mlps(), "*", mp=(BF16, FP32, FP32))

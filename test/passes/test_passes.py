@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import warnings
 
 import pytest
@@ -17,6 +18,7 @@ from sharded_models import (
     mesh_for,
     step,
 )
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -551,3 +553,29 @@ def test_pass_alone_is_timed_for_the_compiler_that_runs_it():
         torch.compile(lambda x: (3 * x).sum())(torch.ones(4))
     seen(fx.symbolic_trace(lambda x: 3 * x))
     assert seen.found == [True, False]
+
+
+class Collects(GraphPass):
+    """Notes whether Python's cycle collector is on, and fails the second time."""
+
+    stage = "joint"
+
+    def __init__(self):
+        self.found = []
+
+    def run(self, graph, compilation):
+        self.found.append(gc.isenabled())
+        if len(self.found) > 1:
+            raise LookupError
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+def test_no_cycles_are_collected_during_a_compile(compiler):
+    seen = Collects()
+    run = torch.compile(lambda x: x.exp(), backend=backend(compiler, [seen]))
+    run(torch.ones(3))
+    assert (seen.found, gc.isenabled()) == ([False], True)
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="LookupError"):
+        run(torch.ones(3))
+    assert (seen.found, gc.isenabled()) == ([False, False], True)

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
+from torch_ext_bucketing._torch import paused_gc
 from torch_ext_bucketing._torch.inductor import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import ByCap, CapPlanner
@@ -49,7 +50,6 @@ from torch_ext_bucketing.graph.nodes import (
     group_name,
     is_collective,
     kind_of,
-    paused_gc,
     started_by,
 )
 from torch_ext_bucketing.passes.backends import backend, pin_order

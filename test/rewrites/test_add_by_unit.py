@@ -234,7 +234,9 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(16, dim)
         self.bias = nn.Parameter(torch.randn(1, 6, 6))
-        self.encoder, self.decoder = (nn.ModuleList(Layer(dim) for _ in range(2)) for _ in range(2))
+        self.encoder, self.decoder = (
+            nn.ModuleList(Layer(dim) for _ in range(layers)) for layers in (2, 3)
+        )
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 16, bias=False)
 
     def forward(self, tokens):
@@ -247,7 +249,7 @@ class EncoderDecoder(nn.Module):
         return self.head(self.norm(y)).float().logsumexp(-1).mean()
 
 
-UNITS = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(2)]
+UNITS = [f"{side}.{i}" for side, layers in (("encoder", 2), ("decoder", 3)) for i in range(layers)]
 
 
 @pytest.mark.torch

@@ -277,7 +277,7 @@ CASES = [
     slow(branches, adamw),
     slow(branches, sgd),
     slow(branches, adagrad),
-    (microbatches, adamw),
+    slow(microbatches, adamw),
     slow(microbatches, sgd),
     slow(microbatches, adagrad),
     (skips, fused),

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from marks import at_night
 
 from torch_ext_bucketing.testing import ranks
 from torch_ext_bucketing.testing.ranks import Rank, RankError, RanksTimedOut, run_ranks
@@ -127,7 +126,7 @@ def test_a_rank_that_dies_ends_all(how, text):
 # Spawned ranks need time to import torch on a busy machine before they hang.
 @pytest.mark.parametrize(
     ("start", "limit"),
-    [at_night("spawn", 12), ("forkserver", 2)],
+    [pytest.param("spawn", 12, marks=pytest.mark.slow), ("forkserver", 2)],
     indirect=["start"],
 )
 def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing(start, limit):

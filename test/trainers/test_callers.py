@@ -212,7 +212,7 @@ PROGRAMS = [lightning, torchtune, automodel, verl, vision_language]
 
 @pytest.mark.parametrize(
     "program",
-    [p if p is verl else at_night(p) for p in PROGRAMS],
+    [p if p is lightning else at_night(p) for p in PROGRAMS],
     ids=lambda p: p.__name__,
 )
 def test_a_caller_trains_as_on_eager_fsdp2(program):

@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from . import private_torch
+from . import paused_gc, private_torch
 from .aot import Partitioner, Wrap, size_with, symbol_facts
 from .caches import watched_caches
 from .without_device import Planned
@@ -163,7 +163,7 @@ def compile_inductor(
     @functools.wraps(compile_fx_inner)
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         added, wrap = ([], lambda compiled: compiled) if extend is None else extend(graph)
-        with watched_caches(meshes):  # the backward graph's turn comes later
+        with paused_gc(), watched_caches(meshes):  # the backward graph's turn comes later
             try:
                 compiled = compile_fx_inner(graph, [*inputs, *added], **kwargs)
             except Planned as planned:

@@ -47,13 +47,14 @@ import torch
 import torch.fx as fx
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
+from .._torch import paused_gc
 from .._torch.aot import fake_mode_of, fake_tensor, mark_backward
 from .._torch.inductor import sort_topologically
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
 from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.edits import evaluate, unchanged_on_error
 from ..graph.layout import Layout
-from ..graph.nodes import Kind, group_name, paused_gc, set_member_tags
+from ..graph.nodes import Kind, group_name, set_member_tags
 from ..reports.compile import GRAPH_ORDER, NO_KEY, BucketReport, GraphReport, PayloadMember, emit
 from .contraction import Bucket, MergePlan, reading_only
 

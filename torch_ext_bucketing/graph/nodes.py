@@ -8,11 +8,9 @@ every member of a bucket, so tags survive all of these.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -151,21 +149,6 @@ GraphLike: TypeAlias = fx.GraphModule | fx.Graph
 def graph_of(gm: GraphLike) -> fx.Graph:
     """Return the graph of a module, or the graph itself."""
     return gm.graph if isinstance(gm, fx.GraphModule) else gm
-
-
-@contextlib.contextmanager
-def paused_gc() -> Iterator[None]:
-    """Disable Python's cycle collector in the block, unless it is disabled already."""
-    # Rewrites and models create hundreds of thousands of objects that stay alive. The collector
-    # would walk over them and all of torch, and find nothing: a fifth of a pass's time.
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]

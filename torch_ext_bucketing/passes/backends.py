@@ -35,6 +35,7 @@ import torch.fx as fx
 from .._source import package_digest
 from .._torch import caches as _caches
 from .._torch import dynamo as _dynamo
+from .._torch import paused_gc
 from .._torch.aot import Wrap, compile_aot, copies_in_partitioner, stage_of
 from .._torch.inductor import (
     CustomGraphPass,
@@ -52,7 +53,14 @@ from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
 from ..graph.fusion import adds_to_larger, is_fused, is_reduction
 from ..graph.layout import pack_of
-from ..graph.nodes import host_stream, is_collective, is_compute, is_number, is_view, launched_by
+from ..graph.nodes import (
+    host_stream,
+    is_collective,
+    is_compute,
+    is_number,
+    is_view,
+    launched_by,
+)
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..runtime import agreement
@@ -147,7 +155,8 @@ class BucketingBackend:
         is_fresh = agrees and _dynamo.is_first_compile()
         work = _Compile(self, compilation, agrees, _caches.meshes_in(example_inputs))
         run = work.by_inductor if self.compiler == "inductor" else work.by_aot
-        with copies_in_partitioner(any(PARKED in p.provides for p in self.pipeline.joint)):
+        parks = any(PARKED in p.provides for p in self.pipeline.joint)
+        with paused_gc(), copies_in_partitioner(parks):
             compiled = run(gm, example_inputs, **kwargs)
         if is_fresh:
             compiled = as_fresh_frame(compiled)

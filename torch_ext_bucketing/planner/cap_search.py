@@ -35,12 +35,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.fx as fx
 
+from .._torch import paused_gc
 from ..bucketing.contraction import BucketPlanner, MergePlan, checked_plan, reading_only
 from ..bucketing.pack import merge_buckets
 from ..bucketing.plan import ByCap, CapPlanner
 from ..errors import BoundNotKeptWarning, check_positive
 from ..graph.analysis import GraphAnalysis
-from ..graph.nodes import group_name, paused_gc
+from ..graph.nodes import group_name
 from ..passes.bucketing import reduce_by_all_to_all
 from ..reports.planner import CapsReport, ScheduleReport, TriedCaps
 from .cost.cost import Costs

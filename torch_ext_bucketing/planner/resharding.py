@@ -15,7 +15,7 @@ from ..bucketing.plan import ByUnit
 from ..errors import BoundNotKeptWarning, NothingKeptWarning, check_argument
 from ..fsdp.tagging import Chains, parameter_chains, read_in_forward
 from ..fsdp.units import Units
-from ..graph.nodes import Tag, paused_gc, tag_of
+from ..graph.nodes import Tag, tag_of
 from ..graph.sizes import SizeHints
 from ..passes import park
 from ..passes.base import PARKED, REGATHERS, Choice, Compilation, GraphPass, Stage, last_of
@@ -186,7 +186,6 @@ class ReshardAfterForward(GraphPass):
         """Compare the first step's peak with the predicted one."""
         return watch_peak(compiled, compilation)
 
-    @paused_gc()
     def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Marks:
         """Choose the nodes that stay, with the passes that will run on forward and backward."""
         inside = _aot.Halves(graph).forward

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch.fx as fx
 
+from .._torch import paused_gc
 from .._torch.aot import stage_of
 from ..bucketing.pack import PayloadKey, merge_and_report
 from ..bucketing.plan import BucketPlanner, ByCap, Eligible, Groups, check_groups
@@ -34,7 +35,6 @@ from ..graph.nodes import (
     check_kinds,
     collective_kind,
     graph_of,
-    paused_gc,
 )
 from ..graph.sizes import GivenHints, SizeHints
 from ..passes.base import BUCKETS, ORDER, RANK_ORDER, Compilation, GraphPass, Stage

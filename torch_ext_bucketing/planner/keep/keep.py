@@ -30,7 +30,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ...graph.nodes import paused_gc, pinned_bytes
+from ..._torch import paused_gc
+from ...graph.nodes import pinned_bytes
 from ...reports.base import size_text
 from ...reports.planner import BlockBytes, KeepReport, KeptUnit
 from ..schedule.model import Model

@@ -27,6 +27,7 @@ from typing import Any
 import torch.fx as fx
 
 from ..._torch import aot as _aot
+from ..._torch import paused_gc
 from ...bucketing.contraction import BucketPlanner, checked_plan
 from ...bucketing.plan import ByUnit
 from ...fsdp.tagging import parameter_chains
@@ -34,7 +35,7 @@ from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.fusion import Fused, fused
 from ...graph.liveness import Storages, with_fused, with_packed, workspace_bytes
-from ...graph.nodes import is_collective, is_number, is_wait, paused_gc, tag_of
+from ...graph.nodes import is_collective, is_number, is_wait, tag_of
 from ...passes.park import could_park
 from ...passes.reshard_to import Smaller
 from ..cost.cost import Costs
