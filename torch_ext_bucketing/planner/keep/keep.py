@@ -106,8 +106,7 @@ class KeepPlanner:
         self.partitioned = partitioned
         self._keepables = keepables = partitioned.keepables
         self._policies = policies_of(policies)
-        with paused_gc():
-            self._held = HeldUnits(partitioned)
+        self._held = HeldUnits(partitioned)
         self.candidates = [k for k, one in enumerate(keepables) if one.held]
         gathers = [k for k in self.candidates if keepables[k].starts]
         others = [k for k in self.candidates if not keepables[k].starts]
