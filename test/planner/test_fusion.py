@@ -6,7 +6,8 @@ import pytest
 import torch
 from random_graphs import Builder
 
-from torch_ext_bucketing.graph.fusion import Operators, fused
+from torch_ext_bucketing.graph.fusion import fused
+from torch_ext_bucketing.graph.operators import Operators
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Machine
 

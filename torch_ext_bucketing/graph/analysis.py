@@ -23,7 +23,7 @@ from .._torch.aot import depends_on_data, stage_of
 from .._torch.inductor import size_hint
 from .._torch.process_groups import is_inside, ranks_of
 from .dependencies import Dependencies, Writes, unused
-from .fusion import Fused, Operators, fused
+from .fusion import Fused, fused
 from .liveness import Storages, storages_of, with_fused
 from .nodes import (
     KINDS,
@@ -42,6 +42,7 @@ from .nodes import (
     tag_of,
     wire_bytes,
 )
+from .operators import Operators
 from .sizes import (
     GivenHints,
     ShardSide,

@@ -16,65 +16,18 @@ kernels isn't looked for, and a long reduction is one kernel, where Inductor spl
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx as fx
 
-from .._torch.aot import depends_on_data
 from .._torch.without_device import stands_for_cuda
-from .nodes import is_view, tensors_in
+from .nodes import tensors_in
+from .operators import REARRANGES, SCATTERS, Operators, adds_to_larger
 
 _aten = torch.ops.aten
-_REARRANGES = frozenset(
-    {
-        _aten._unsafe_index.Tensor,
-        _aten.cat.default,
-        _aten.constant_pad_nd.default,
-        _aten.embedding.default,
-        _aten.flip.default,
-        _aten.gather.default,
-        _aten.index.Tensor,
-        _aten.repeat.default,
-        _aten.select_scatter.default,
-        _aten.slice_scatter.default,
-    }
-)
-"""Operators that read other elements than those at the place that they write."""
-_MORE_POINTWISE = _REARRANGES | {
-    _aten._to_copy.default,
-    _aten.clone.default,
-    _aten.copy_.default,
-    _aten.full.default,
-    _aten.scalar_tensor.default,
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.prims.iota.default,
-}
-"""Operators without torch's tag ``pointwise`` that Inductor fuses like those with it."""
-_SCATTERS = {
-    _aten._unsafe_masked_index_put_accumulate.default: 3,
-    _aten.index_put.default: 2,
-    _aten.scatter.src: 3,
-    _aten.scatter_add.default: 3,
-}
-"""Operators that add or write to a copy of their first argument, and the place of the values."""
-_INDEX_PUTS = (
-    _aten._unsafe_masked_index_put_accumulate.default,
-    _aten.index_put.default,
-)
-"""Operators that the gradient of an embedding is."""
-_SEVERAL = frozenset(
-    {
-        "aten::max.dim",
-        "aten::min.dim",
-        "aten::var_mean.correction",
-        "prims::prepare_softmax_online",  # Inductor registers it
-    }
-)
-"""Names of reductions with several results of one shape, without torch's tag ``reduction``."""
 _LONGEST_PERSISTENT = 1024
 """The most elements of a row that a kernel holds in registers (``triton_heuristics``)."""
 _MOST_READS_OF_SHARED = 4
@@ -122,59 +75,6 @@ class Fused:
     # By node that a kernel writes, buffers of the same size that it may write it into, as each
     # element is read for the same element alone.
     reused: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-
-
-class Operator(NamedTuple):
-    """The properties of a node that decide on its kernel."""
-
-    view: bool
-    fused: bool
-    reduces: bool
-    inputs: list[fx.Node]
-    size: int  # bytes of the result
-    numel: int  # elements of the result, by its bytes: sizes may depend on data
-    several: bool  # whether there are several results
-
-
-class Operators(dict[fx.Node, Operator]):
-    """The operators of a graph's nodes, each read once for all walks over the graph.
-
-    ``size`` returns the bytes of a node's result.
-    """
-
-    def __init__(self, size: Callable[[fx.Node], int]) -> None:
-        super().__init__()
-        self._size = size
-        self._contiguous: dict[fx.Node, bool] = {}
-
-    def __missing__(self, node: fx.Node) -> Operator:
-        value, size = node.meta.get("val"), self._size(node)
-        several = isinstance(value, (list, tuple))
-        numel = 0
-        if isinstance(value, torch.Tensor):
-            numel = size // value.dtype.itemsize
-        elif _has_several(node.target):
-            numel = size // sum(v.dtype.itemsize for v in value)
-        operator = self[node] = Operator(
-            is_view(node),
-            is_fused(node),
-            is_reduction(node),
-            node.all_input_nodes,
-            size,
-            numel,
-            several,
-        )
-        return operator
-
-    def is_contiguous(self, node: fx.Node) -> bool:
-        """Return whether a node's result is one contiguous tensor."""
-        # Not a field: of a size that depends on data it may not be known.
-        found = self._contiguous.get(node)
-        if found is None:
-            value = node.meta.get("val")
-            found = isinstance(value, torch.Tensor) and value.is_contiguous()
-            self._contiguous[node] = found
-        return found
 
 
 def fused(
@@ -304,7 +204,7 @@ class _Walk:
                 b
                 for b in self._aligned.get(node, ())
                 if inputs[number].get(b) == 1 and b in reads and self._size(b) == self._size(node)
-                if b.target not in _SCATTERS  # Inductor writes over no buffer that was added to
+                if b.target not in SCATTERS  # Inductor writes over no buffer that was added to
             ]
             if aligned:
                 result.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
@@ -358,8 +258,8 @@ class _Walk:
                     self._settle(node)
         elif not operator.fused:
             self._call(node)
-        elif target in _SCATTERS:
-            self._scatter(node, _SCATTERS[target])
+        elif target in SCATTERS:
+            self._scatter(node, SCATTERS[target])
         elif operator.reduces:
             # Always written: Inductor computes no reduction inside its readers.
             results = max(self._numel(node), 1)
@@ -406,7 +306,7 @@ class _Walk:
                 self._join(node, self._reads(parts), space, nbytes=nbytes, alone=True)
             return
         self._inline[node] = reads
-        if target not in _REARRANGES:
+        if target not in REARRANGES:
             for value in inputs:
                 same_order = self._aligned_buffers(node, value)
                 self._aligned.setdefault(node, {}).update(same_order)
@@ -573,53 +473,3 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
 
 def _is_constant(argument: Any) -> bool:
     return isinstance(argument, (int, float))
-
-
-def is_fused(node: fx.Node) -> bool:
-    """Return whether a node is part of a kernel that Inductor generates."""
-    if _has_several(node.target):
-        return True
-    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
-    return is_tensor and not is_view(node) and _is_fused(node.target)
-
-
-@functools.lru_cache(maxsize=1024)
-def _has_several(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.name() in _SEVERAL
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_fused(target: Any) -> bool:
-    tags = getattr(target, "tags", ())
-    listed = target in _SCATTERS or target in _MORE_POINTWISE
-    return listed or torch.Tag.pointwise in tags or torch.Tag.reduction in tags
-
-
-def read_once(node: fx.Node) -> fx.Node | None:
-    """Return the result of a fused kernel that a node is the only reader's view of, if any."""
-    while len(node.users) == 1 and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    once = len(node.users) == 1 and is_fused(node) and node.target not in _SCATTERS
-    return node if once else None
-
-
-def adds_to_larger(node: fx.Node) -> bool:
-    """Return whether a node adds values to a larger tensor, as the gradient of an embedding does.
-
-    Where nodes are pinned, such a node is, too (:mod:`.passes.backends`), and shares no kernel.
-    """
-    if node.target not in _INDEX_PUTS:
-        return False
-    added = node.args[_SCATTERS[node.target]]
-    assert isinstance(added, fx.Node)
-    values, result = added.meta.get("val"), node.meta.get("val")
-    if not (isinstance(values, torch.Tensor) and isinstance(result, torch.Tensor)):
-        return False
-    if any(map(depends_on_data, (*values.shape, *result.shape))):
-        return False
-    return values.numel() < result.numel()
-
-
-def is_reduction(node: fx.Node) -> bool:
-    """Return whether an operator reduces its input."""
-    return _has_several(node.target) or torch.Tag.reduction in getattr(node.target, "tags", ())

@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.fx as fx
 
-from .fusion import read_once
 from .nodes import Kind, group_size, is_view, kind_of
+from .operators import read_once
 from .values import is_move
 
 _aten = torch.ops.aten

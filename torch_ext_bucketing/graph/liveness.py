@@ -25,7 +25,7 @@ from .._torch.aot import stage_of
 from .._torch.inductor import cublas_workspace_bytes
 from .._torch.without_device import stands_for_cuda
 from .dependencies import Dependencies, Precedence, written_values
-from .fusion import Fused, is_fused, is_reduction
+from .fusion import Fused
 from .layout import Layout
 from .nodes import (
     buffer_bytes,
@@ -37,6 +37,7 @@ from .nodes import (
     launched_by,
     tensors_in,
 )
+from .operators import is_fused, is_reduction
 from .sizes import ShardSide, SizeHints, shard_side, work_of
 
 _NEVER = 2**62  # uses of a storage that is never freed

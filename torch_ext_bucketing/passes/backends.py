@@ -51,7 +51,6 @@ from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_cou
 from ..fqns import format_names
 from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
-from ..graph.fusion import adds_to_larger, is_fused, is_reduction
 from ..graph.layout import pack_of
 from ..graph.nodes import (
     host_stream,
@@ -61,6 +60,7 @@ from ..graph.nodes import (
     is_view,
     launched_by,
 )
+from ..graph.operators import adds_to_larger, is_fused, is_reduction
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..runtime import agreement

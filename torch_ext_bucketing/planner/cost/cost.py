@@ -23,7 +23,7 @@ from ..._torch.inductor import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.rank_order import SUM, steps_of
 from ...graph.dependencies import written_values
-from ...graph.fusion import Fused, Operators, fused
+from ...graph.fusion import Fused, fused
 from ...graph.layout import Layout, Packing
 from ...graph.nodes import (
     COLLECTIVES,
@@ -41,6 +41,7 @@ from ...graph.nodes import (
     replaced_kind,
     tensors_in,
 )
+from ...graph.operators import Operators
 from ...graph.sizes import SizeHints, result_bytes, work_of
 from .machine import H100, Machine, is_time
 
