@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 from ..._torch import paused_gc
 from ...graph.nodes import pinned_bytes
 from ...reports.base import size_text
-from ...reports.planner import BlockBytes, KeepReport, KeptUnit
+from ...reports.planner import KeepReport, KeptUnit
 from ..schedule.model import Model
 from ..schedule.orders import rank, schedule_model
 from ..schedule.policy import Overlap, Policy, policies_of, within
@@ -494,7 +494,6 @@ class KeepPlanner:
         nothing = self.scheduled((), limit)
         chosen = self.choose(limit)
         kept = chosen.kept
-        # The price of memory: the time that `more` bytes would save, and as many fewer would cost.
         larger = limit + more
         with paused_gc():
             next_kept = self._distinct(self._fitting(larger, self._ranked, kept))
@@ -510,9 +509,7 @@ class KeepPlanner:
                 then_ms = next((one.step_ms for one in smaller if not one.above), None)
                 less_ms = None if then_ms is None else max(0.0, then_ms - chosen.step_ms)
             units = self._units(kept)
-        named = self._keepables
-        if next_ms <= 0.0:
-            next_kept = kept
+        more_kept = sorted(next_kept - kept) if next_ms > 0.0 else ()
         drawn = self.curve() if curve else ()
         return chosen, KeepReport(
             bound_bytes=limit,
@@ -520,16 +517,16 @@ class KeepPlanner:
             step_ms=(nothing.step_ms, chosen.step_ms),
             peak_bytes=(nothing.peak_bytes, chosen.peak_bytes),
             all_peak_bytes=self._held.peak_bytes(self.candidates),
-            unread=tuple(u.name for u in named if not u.held),
+            unread=tuple(u.name for u in self._keepables if not u.held),
             next_ms=next_ms,
-            next_units=tuple(named[k].name for k in sorted(next_kept - kept)),
+            next_units=tuple(self._keepables[k].name for k in more_kept),
             less_ms=less_ms,
             curve=tuple((b, o.step_ms, o.peak_bytes, len(o.kept)) for b, o in drawn),
             tried=self.tried - before,
             host_bound_bytes=self._host_bytes,
             host_bytes=chosen.host_bytes,
             parked=len(chosen.parked),
-            blocks=self._blocks(chosen),
+            blocks=self.partitioned.blocks(kept, chosen.parked, self.candidates),
             warning=self._warning(chosen, limit),
             size_hints=self.partitioned.costs.hints.to_text(),
             machine=self.partitioned.costs.machine.describe(),
@@ -565,29 +562,11 @@ class KeepPlanner:
                     saved[k] = abs(self._backward_ms(kept ^ {k}) - backward_ms)
                 else:
                     saved[k] = saved[some[number - number % each]]
+        named = ((k, self._keepables[k]) for k in self.candidates)
         return tuple(
-            KeptUnit(
-                unit.name,
-                k in kept,
-                unit.nbytes,
-                again_ms[k],
-                saved[k],
-                len(unit.fqns),
-                unit.whole >= 0,
-            )
-            for k in self.candidates
-            for unit in [self._keepables[k]]
+            KeptUnit(u.name, k in kept, u.nbytes, again_ms[k], saved[k], len(u.fqns), u.whole >= 0)
+            for k, u in named
         )
-
-    def _blocks(self, chosen: Outcome) -> tuple[BlockBytes, ...]:
-        saved_now, most = map(self.partitioned.saved, (chosen.kept, self.candidates))
-        size = self.partitioned.sizes
-        by_block: dict[str, list[int]] = {}
-        for s, name in self.partitioned.made_in().items():
-            if s in saved_now or s in most:
-                where = 2 if s not in saved_now else int(s in chosen.parked)
-                by_block.setdefault(name, [0, 0, 0])[where] += size[s]
-        return tuple(BlockBytes(name, *block_bytes) for name, block_bytes in by_block.items())
 
     def _backward_ms(self, kept: _Set) -> float:
         """Return backward's time with a choice, in the order found for nothing kept."""

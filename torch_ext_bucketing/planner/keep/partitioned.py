@@ -38,6 +38,7 @@ from ...graph.liveness import Storages, with_fused, with_packed, workspace_bytes
 from ...graph.nodes import is_collective, is_number, is_wait, tag_of
 from ...passes.park import could_park
 from ...passes.reshard_to import Smaller
+from ...reports.planner import BlockBytes
 from ..cost.cost import Costs
 from ..schedule.merged_model import merged_model
 from ..schedule.model import Model, ModelEdit, model_of
@@ -258,7 +259,7 @@ class PartitionedModel:
         saved = self.saved(kept)
         return {s: node for s, node in self._could_park.items() if s in saved}
 
-    def made_in(self) -> dict[int, str]:
+    def _made_in(self) -> dict[int, str]:
         """Map storages to the names of the stretches of forward that make them."""
         if self.activations is None:
             return {}
@@ -267,6 +268,18 @@ class PartitionedModel:
         )
         named = ((self.activations.stretch_of(node), new) for node, new in allocations)
         return {s: name for name, new in named if name is not None for s in new}
+
+    def blocks(
+        self, kept: Collection[int], parked: Collection[int], most: Collection[int]
+    ) -> tuple[BlockBytes, ...]:
+        """Return the bytes by stretch of forward that are saved, parked, or saved by ``most``."""
+        saved, saved_by_most = self.saved(kept), self.saved(most)
+        by_block: dict[str, list[int]] = {}
+        for s, name in self._made_in().items():
+            if s in saved or s in saved_by_most:
+                where = 2 if s not in saved else int(s in parked)
+                by_block.setdefault(name, [0, 0, 0])[where] += self.sizes[s]
+        return tuple(BlockBytes(name, *block_bytes) for name, block_bytes in by_block.items())
 
     def with_parked(self, kept: Collection[int], parked: Collection[int]) -> tuple[Model, Model]:
         """Return :meth:`models` of a choice with some storages of :meth:`could_park` parked."""
