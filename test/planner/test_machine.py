@@ -95,7 +95,7 @@ def test_without_ranks_per_node_a_key_with_a_size_holds_for_every_group():
         ({"ranks_per_node": 0}, ValueError, "ranks_per_node"),
         ({"intra": Level(1e9)}, ValueError, "together"),
         ({"intra": 1e9, "inter": 1e8, "ranks_per_node": 8}, TypeError, "intra must be a Level"),
-        ({"estimate": 3.0}, TypeError, "estimate must be a callable"),
+        ({"estimate": 3.0}, TypeError, "estimate must be a Callable or None"),
         ({"collectives": {("gather", 8): ((1, 1.0),)}}, ValueError, "a key is"),
         ({"collectives": {("all_gather", (8, 0)): ((1, 1.0),)}}, ValueError, "a key is"),
     ],
