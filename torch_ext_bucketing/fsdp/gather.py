@@ -271,7 +271,7 @@ class _Gather(torch.autograd.Function):
         return grad, None, *ctx.others
 
 
-# Dynamo would require the parameter's class and dtype of the gradient.
+# Dynamo does not trace into this: it would require the parameter's class and dtype of the gradient.
 @torch.compiler.allow_in_graph
 def attach(
     shard: torch.Tensor,

@@ -463,14 +463,15 @@ class _Split:
 
     def in_order(self, places: Sequence[int], model: Model, order: Sequence[int]) -> list[int]:
         """Sort the places of a half as ``order`` has the nodes of its model."""
-        at: dict[fx.Node, int] = {}
+        position_of: dict[fx.Node, int] = {}
         for position, i in enumerate(order):
-            at.setdefault(model.dependencies.nodes[i], position)
+            position_of.setdefault(model.dependencies.nodes[i], position)
         for place in places:
             node = self.nodes[place]
-            if node not in at:  # merged into a bucket: it follows its inputs
-                at[node] = max((at.get(n, -1) for n in node.all_input_nodes), default=-1)
-        return sorted(places, key=lambda place: at[self.nodes[place]])
+            if node not in position_of:  # merged into a bucket: it follows its inputs
+                inputs = (position_of.get(n, -1) for n in node.all_input_nodes)
+                position_of[node] = max(inputs, default=-1)
+        return sorted(places, key=lambda place: position_of[self.nodes[place]])
 
     def fused(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
         """Return a half, its buckets merged, with the fused kernels of ``places``."""
