@@ -242,10 +242,18 @@ def test_of_near_members_at_most_one_bucket_is_at_most_half_full(rows, kind):
     assert sum(2 * n <= cap for n in filled) <= 1
 
 
-@pytest.mark.parametrize(("between", "joined"), [(6, [[0, 7], [1, 8]]), (7, [[1, 8], [2, 9]])])
-def test_a_bucket_passes_over_four_times_its_cap(between, joined):
-    b, cap = Builder(), 100 * WORLD
-    leaves = [b.leaf(n, torch.int8) for n in (60, *[60] * between, 40, 40)]
+@pytest.mark.parametrize(
+    ("cap", "between", "joined"),
+    [
+        (100 * WORLD, 6, [[0, 7], [1, 8]]),
+        (100 * WORLD, 7, [[1, 8], [2, 9]]),
+        (200 * MIB, 2, [[0, 3], [1, 4]]),
+        (200 * MIB, 3, [[1, 4], [2, 5]]),
+    ],
+)
+def test_a_bucket_passes_over_four_times_its_cap_or_320_mib(cap, between, joined):
+    b, large, small = Builder(), cap * 60 // 100 // WORLD, cap * 40 // 100 // WORLD
+    leaves = [b.leaf(n, torch.int8) for n in (large, *[large] * between, small, small)]
     plan = planned(b.finish([b.collective("all_gather", x, "0") for x in leaves]), cap / MIB)
     found = [[leaves.index(m.args[0]) for m in bucket.members] for bucket in plan.buckets]
     assert found == joined
