@@ -26,8 +26,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
 from benchmarks.eager_parity.devices import start, synchronize
-from torch_ext_bucketing.commands.demo_results import Settings
-from torch_ext_bucketing.commands.demo_train import PARAM_DTYPE, REDUCE_DTYPES, make_model
 from torch_ext_bucketing.graph.nodes import GraphLike, Kind, graph_of
 from torch_ext_bucketing.passes.base import Compilation, Stage
 from torch_ext_bucketing.planner.cost.machine import H100
@@ -36,7 +34,7 @@ from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.ranks import Rank
-from torch_ext_bucketing.testing.training import Transformer, digest
+from torch_ext_bucketing.testing.training import ModelConfig, Transformer, digest
 from torch_ext_bucketing.testing.trial import wrap
 from torch_ext_bucketing.tuning.candidates import TorchBuckets, candidates
 from torch_ext_bucketing.tuning.tune import Tuner
@@ -63,27 +61,38 @@ WARMUP_STEPS = 3
 
 
 CAP_MB = 25.0
+_HEAD_DIM = 32
+_LR = 3e-3
 MEMORY_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Training(Settings):
-    """One group of ranks and one backend: the demo's settings, larger; ``steps`` are timed.
+class Training:
+    """One group of ranks and one backend; ``steps`` are timed.
 
     Attributes:
+        layers: those of the model, and its width ``dim``; LLaMA's proportions, in bf16.
+        batch: sequences of ``seq`` bytes of text per rank and step.
         ways: names out of :data:`WAYS`, ``"eager"`` first.
         predict: whether the ranks measure their machine first, which ours then plan with and the
             cost model times all graphs on.
         device: ``"cpu"``, whose ranks talk over gloo, or ``"cuda"``, over NCCL.
     """
 
-    nodes: int = 1
+    ranks: int = 4
     steps: int = 30
+    layers: int = 4
     dim: int = 512
+    batch: int = 2
+    seq: int = 64
     backend: Literal["aot_eager", "inductor"] = "aot_eager"
     ways: tuple[str, ...] = tuple(WAYS)
     predict: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * _HEAD_DIM):  # two query heads share a head of keys and values
+            raise ValueError(f"dim must be a multiple of {2 * _HEAD_DIM}, got {self.dim}")
 
 
 @dataclass
@@ -168,9 +177,7 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
     steps = itertools.count()
 
     def each_once(take: Callable[[Way, torch.Tensor, torch.Tensor], None], first: int) -> None:
-        tokens, targets = text.batch(
-            next(steps), rank.rank, size=training.batch, seq=training.seq, seed=training.seed
-        )
+        tokens, targets = text.batch(next(steps), rank.rank, size=training.batch, seq=training.seq)
         tokens, targets = tokens.to(mesh.device_type), targets.to(mesh.device_type)
         for name in names[first:] + names[:first]:
             take(ways[name], tokens, targets)
@@ -217,16 +224,26 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
 
 def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machine = H100) -> Way:
     """Make the sharded model and the function that runs it; ours plan for ``machine``."""
-    model = make_model(training).to(mesh.device_type)
-    reduce_dtype = REDUCE_DTYPES[training.reduce_dtype]
+    heads = training.dim // _HEAD_DIM
+    config = ModelConfig(
+        vocab=text.VOCAB,
+        dim=training.dim,
+        layers=training.layers,
+        heads=heads,
+        kv_heads=heads // 2,
+        hidden=-(-training.dim * 8 // 3 // _HEAD_DIM) * _HEAD_DIM,
+        max_seq=training.seq,
+    )
+    bf16 = torch.bfloat16
+    model = Transformer(config, dtype=bf16).to(mesh.device_type)
     if name == "eager":
-        policy = MixedPrecisionPolicy(PARAM_DTYPE, reduce_dtype, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(bf16, bf16, cast_forward_inputs=False)
         wrap(model, [(unit,) for unit in model.unit_names()], mesh, mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, foreach=True)
         return Way(model, model, optimizer, WayReport())
     order = teb.FSDPParamOrder.from_model(model, units=model.unit_names())
-    teb.data_parallel(model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=reduce_dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
+    teb.data_parallel(model, mesh, param_dtype=bf16, reduce_dtype=bf16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, foreach=True)
     compile_ = functools.partial(torch.compile, model, fullgraph=True)
     way = functools.partial(Way, model, optimizer=optimizer, report=WayReport())
     inductor = training.backend == "inductor"

@@ -18,6 +18,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.testing import compare_cli
 from torch_ext_bucketing.testing.comparison import CompareOptions, Comparison
+from torch_ext_bucketing.testing.differences import Payload, Span, layout_differences
 from torch_ext_bucketing.testing.experiments import compare_on_rank
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
@@ -150,6 +151,26 @@ def test_inductors_rounding_is_named():
     assert int(said[1]) < int(said[2]) == len(cause.parameters)
 
 
+def _payload(*members: tuple[str, int, int]) -> Payload:
+    return Payload("reduce_scatter", tuple(Span(*member) for member in members))
+
+
+def test_layout_differences_name_what_lies_elsewhere():
+    rest = _payload(("c", 0, 4), ("d", 4, 4))
+    eager = [_payload(("a", 0, 8), ("b", 8, 4)), rest]
+    same = list(reversed(eager))
+    assert layout_differences(eager, same) == []
+    alone = _payload(("e", 0, 4))  # one member is not a bucket
+    assert layout_differences([*eager, alone], same) == []
+    swapped = [_payload(("b", 0, 4), ("a", 4, 8)), rest]
+    (text,) = layout_differences(eager, swapped)
+    assert "byte 0 is b (4 bytes), eager has a at byte 0 (8 bytes)" in text
+    other = [_payload(("a", 0, 8), ("b", 8, 4), ("c", 12, 4))]
+    texts = layout_differences(eager, other)
+    assert any("no unit of eager FSDP2 has these members" in t for t in texts)
+    assert sum("the compiled graphs do not" in t for t in texts) == 2
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 BAD: dict[Any, str] = {
@@ -206,6 +227,10 @@ def test_bad_options_are_named_before_any_rank_starts(options, expected, monkeyp
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "found.json"
     small = ["--ranks", "2", "--nodes", "1", "--steps", "2", "--json", str(path)]
+    for folder, message in (("/no/such/folder/x.json", "does not exist"), (".", "is a folder")):
+        with pytest.raises(SystemExit):
+            main(["compare", "compared_models:sound", "--json", folder])
+        assert message in capsys.readouterr().err
     assert main(["compare", "compared_models:sound", *small]) == 0
     printed = capsys.readouterr()
     assert printed.out == "EQUAL: eager FSDP2's weights after 2 of 2 steps.\n"

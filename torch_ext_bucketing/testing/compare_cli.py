@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args
 
-from .comparison import CompareOptions, Comparison
+from .comparison import Backend, CompareOptions, Comparison, Dtype
 from .ranks import Rank, RankError, run_ranks, sayer
-from .target import TargetError, add_command, add_options, options_of
+from .target import TargetError, add_command, add_numbers, output_file
 
 _DESCRIPTION = """\
 Train a model as eager FSDP2 and compiled with recipe(model), on CPU ranks that this command
@@ -32,12 +33,29 @@ def add_parser(subparsers: Any) -> None:
         subparsers, "compare", run, help=about, description=_DESCRIPTION, epilog=_EPILOG
     )
     parser.add_argument("build", metavar="MODULE:FUNCTION", help="makes the model and its inputs")
-    add_options(parser, CompareOptions)
+    texts = {
+        "ranks": "processes to start",
+        "nodes": "simulated nodes; divides the ranks",
+        "replicas": "hybrid sharding: groups of ranks that each hold the whole model",
+        "steps": "optimizer steps",
+        "timeout_s": "limit in seconds for all",
+    }
+    add_numbers(parser, CompareOptions, texts)
+    option, dtypes = parser.add_argument, get_args(Dtype)
+    option("--backend", choices=get_args(Backend), help="what compiles (default: aot_eager)")
+    option("--param-dtype", choices=dtypes, help="of gathers (default: the parameters')")
+    option("--reduce-dtype", choices=dtypes, help="of reductions (default: the parameters')")
+    option("--json", type=output_file, metavar="FILE", help="also write the result to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare; return the exit status."""
-    result = _compare(options_of(args, CompareOptions), sayer())
+    names = [f.name for f in fields(CompareOptions) if getattr(args, f.name, None) is not None]
+    try:
+        options = CompareOptions(**{name: getattr(args, name) for name in names})
+    except ValueError as error:
+        args.parser.error(str(error))
+    result = _compare(options, sayer())
     print(result.to_text(), end="")
     if args.json is not None:
         args.json.write_text(result.to_json() + "\n", encoding="utf-8")

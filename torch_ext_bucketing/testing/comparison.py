@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..fqns import format_names
 from ..reports.base import Report
-from .target import check_options, option
+from .target import check_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """CompareOptions of :func:`.compare`. Functions must be importable by name on the ranks.
+    """Options of :func:`.compare`. Functions must be importable by name on the ranks.
 
     Args:
         build: a function, or ``"module:function"``. Every rank calls it, seeded by the rank. It
@@ -46,22 +46,27 @@ class CompareOptions:
     passes: Callable[[nn.Module], Sequence[GraphPass]] | None = None
     units: Sequence[str | Sequence[str]] | None = None
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None
-    ranks: int = option(4, "processes to start")
-    nodes: int = option(2, "simulated nodes; divides the ranks")
-    replicas: int = option(1, "hybrid sharding: groups of ranks that each hold the whole model")
-    steps: int = option(10, "optimizer steps")
-    backend: Backend = option("aot_eager", "what compiles", choices=get_args(Backend))  # noqa: RUF009
-    param_dtype: torch.dtype | Dtype | None = option(None, "of gathers", choices=get_args(Dtype))  # noqa: RUF009
-    reduce_dtype: torch.dtype | Dtype | None = option(  # noqa: RUF009
-        None, "of reductions", choices=get_args(Dtype)
-    )
-    timeout_s: float = option(900.0, "limit in seconds for all", "S")
+    ranks: int = 4
+    nodes: int = 2
+    replicas: int = 1
+    steps: int = 10
+    backend: Backend = "aot_eager"
+    param_dtype: torch.dtype | Dtype | None = None
+    reduce_dtype: torch.dtype | Dtype | None = None
+    timeout_s: float = 900.0
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
             value = getattr(self, name)
             object.__setattr__(self, name, value and str(value).removeprefix("torch."))
-        check_options(self)
+        dtypes = (*get_args(Dtype), None)
+        choices = {"backend": get_args(Backend), "param_dtype": dtypes, "reduce_dtype": dtypes}
+        for name, accepted in choices.items():
+            if (value := getattr(self, name)) not in accepted:
+                listed = ", ".join(filter(None, accepted))
+                raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+        numbers = ("ranks", "nodes", "replicas", "steps", "timeout_s")
+        check_numbers(self, *numbers, divide_ranks=("nodes", "replicas"))
 
 
 @dataclass(frozen=True)

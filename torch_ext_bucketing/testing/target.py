@@ -9,12 +9,9 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import field, fields
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 # Layers, width, heads and inner width; 8 heads of keys and values, 128,256 tokens in all: table 3
 # of "The Llama 3 Herd of Models".
@@ -42,52 +39,28 @@ def add_command(
     return parser
 
 
-def option(
-    default: Any, text: str, metavar: str | None = "N", choices: Sequence[str] | None = None
-) -> Any:
-    """Define a dataclass field that is also a command's option."""
-    about = {"help": text, "choices": choices, "metavar": None if choices else metavar}
-    return field(default=default, metadata=about)
+def add_numbers(parser: argparse.ArgumentParser, kind: Any, texts: Mapping[str, str]) -> None:
+    """Add options for numbers that are fields of a dataclass, which has their defaults."""
+    for name, text in texts.items():
+        default = getattr(kind, name)
+        parser.add_argument(
+            f"--{name.removesuffix('_s')}",
+            dest=name,
+            type=type(default),
+            default=default,
+            metavar="S" if name.endswith("_s") else "N",
+            help=f"{text} (default: {default})",
+        )
 
 
-def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
-    """Add a dataclass's options, and ``--json`` for the result."""
-    for f in fields(kind):
-        if f.metadata:
-            default = "the parameters'" if f.default is None else f.default
-            about = {**f.metadata, "help": f"{f.metadata['help']} (default: {default})"}
-            about["type"] = str if f.default is None else type(f.default)
-            name = f.name.removesuffix("_s").replace("_", "-")
-            parser.add_argument(f"--{name}", dest=f.name, default=f.default, **about)
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="also write the result to FILE"
-    )
-
-
-def check_options(options: Any) -> None:
-    """Check that numbers are positive (0 if that is the default), and that choices are known.
-
-    Raises:
-        ValueError: a value is out of range. The message begins with the field's name.
-    """
-    for f in fields(options):
-        value, choices = getattr(options, f.name), f.metadata.get("choices")
-        if choices and value not in choices and (value is not None or f.default is not None):
-            raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
-        if isinstance(f.default, int | float) and f.default > 0 and value <= 0:
-            raise ValueError(f"{f.name} must be positive, got {value:g}")
-        if f.name in ("nodes", "replicas") and options.ranks % value:
-            raise ValueError(f"{f.name} must divide ranks ({options.ranks}) evenly, got {value}")
-
-
-def options_of(args: argparse.Namespace, kind: Callable[..., T]) -> T:
-    """Create the dataclass of parsed arguments; its ``ValueError`` is a usage error, status 2."""
-    values = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}  # type: ignore[arg-type]
-    try:
-        return kind(**values)
-    except ValueError as error:
-        args.parser.error(str(error))
-        raise
+def check_numbers(options: Any, *names: str, divide_ranks: Sequence[str]) -> None:
+    """Raise a ValueError for a number that is not positive, or should divide ``ranks``."""
+    for name in names:
+        value = getattr(options, name)
+        if value <= 0:
+            raise ValueError(f"{name} must be positive, got {value:g}")
+        if name in divide_ranks and options.ranks % value:
+            raise ValueError(f"{name} must divide ranks ({options.ranks}) evenly, got {value}")
 
 
 def load_target(target: str) -> Any:
