@@ -190,38 +190,6 @@ class TestBlocks:
         assert sum(".layers." in f".{unit[0]}." for unit in plan) == n
 
 
-class TestExperts:
-    @pytest.mark.parametrize(
-        ("style", "experts"),
-        [
-            ("list", "moe.experts"),
-            ("grouped", "moe.experts"),
-            ("routed", "moe.routed_experts.inner_experts"),
-        ],
-    )
-    def test_split(self, style, experts):
-        model = llama(n=2, block=lambda: MoEBlock(style))
-        plan = transformer_block_plan(model, moe_experts=True)
-        found = [f"layers.0.{experts}", "layers.0", f"layers.1.{experts}", "layers.1"]
-        assert plan.units[1:5] == tuple((name,) for name in found)
-        order = FSDPParamOrder.from_model(model, units=plan)
-        assert all(fqn.startswith(f"layers.0.{experts}.") for fqn in order.units[1])
-        assert not any(".experts." in fqn or "inner_experts" in fqn for fqn in order.units[2])
-        assert transformer_block_plan(model, moe_experts=experts.split(".")[1]).units == plan.units
-
-    def test_dense_layers_first(self):
-        layers = [*blocks(3), MoEBlock("grouped"), MoEBlock("grouped")]
-        found = units(model_of(layers=nn.ModuleList(layers)), moe_experts=True).split()
-        assert found[2:5] == ["layers.2", "layers.3.moe.experts", "layers.3"]
-
-    def test_no_experts(self):
-        match = r'no block holds a module named "experts"; the first block is \'layers.0\''
-        with pytest.raises(ValueError, match=match):
-            transformer_block_plan(llama(), moe_experts=True)
-        with pytest.raises(ValueError, match="named 'ffn_experts'"):
-            transformer_block_plan(llama(), moe_experts="ffn_experts")
-
-
 ERRORS = {
     "the list of units is empty": [[]],
     "unit 1 is empty": [["layers.0", []]],

@@ -69,12 +69,10 @@ def wrap(model, units, mesh, **kwargs):
     return tuple(tuple(names[p.sharded_param] for p in group.fsdp_params) for group in groups)
 
 
-def check(make_model, units, mesh, ignored=(), **kwargs):
+def check(make_model, units, mesh, **kwargs):
     """Check that from_model and from_fsdp equal FSDP2's groups, before and after lazy init."""
-    ours = FSDPParamOrder.from_model(make_model(), units=units, ignored_params=ignored)
+    ours = FSDPParamOrder.from_model(make_model(), units=units)
     model = make_model()
-    if ignored:
-        kwargs["ignored_params"] = {dict(model.named_parameters())[name] for name in ignored}
     real = wrap(model, units, mesh, **kwargs)
     assert ours.units == real
     assert FSDPParamOrder.from_fsdp(model) == ours
@@ -171,11 +169,6 @@ class TestAgainstFSDP2:
         with pytest.raises(ValueError, match=match):
             FSDPParamOrder.from_fsdp(model)
 
-    def test_ignored_parameters(self, mesh):
-        ignored = ("layers.0.layer_scale", "layers.1.attn.qkv.weight", *NORM)
-        ours = check(decoder, DECODER_UNITS, mesh, ignored=ignored)
-        assert not {fqn for unit in ours.units for fqn in unit} & set(ignored)
-
     def test_experts_on_another_mesh(self):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
         common = pytest.importorskip(
@@ -196,12 +189,7 @@ class TestAgainstFSDP2:
 
             fully_shard(block, mesh=dp_info.mesh, shard_placement_fn=place)
         fully_shard(model, mesh=dp_info.mesh)
-        ours = FSDPParamOrder.from_model(
-            moe_model(),
-            units=["layers.0", "layers.1", ""],
-            group_key=lambda fqn, param: ".experts." in fqn,
-        )
-        assert FSDPParamOrder.from_fsdp(model) == ours
+        ours = FSDPParamOrder.from_fsdp(model)
         moe = [
             "moe.router.weight",
             "moe.router.bias",
@@ -298,21 +286,14 @@ def test_random_trees_like_fsdp2(mesh, spec, data):
     with_root = data.draw(st.booleans(), label="root") or not units
     if with_root:
         units.append("")
-    all_names = [name for name, _ in plain.named_parameters()]
-    ignored = (
-        data.draw(st.lists(st.sampled_from(all_names), unique=True, max_size=2), label="ignored")
-        if all_names
-        else []
-    )
 
     model = copy.deepcopy(plain)
     try:
-        ours = FSDPParamOrder.from_model(plain, units=units, ignored_params=ignored)
+        ours = FSDPParamOrder.from_model(plain, units=units)
     except ValueError:
         ours = None
-    by_name = dict(model.named_parameters())
     try:
-        real = wrap(model, units, mesh, ignored_params={by_name[name] for name in ignored})
+        real = wrap(model, units, mesh)
     except Exception:
         # FSDP2 refuses to wrap a shared module in two units, so it has no order to compare with.
         assume(False)
@@ -330,7 +311,7 @@ def test_random_trees_like_fsdp2(mesh, spec, data):
     assert ours.units == tuple(expected)
     if len(seen) == sum(map(len, real)):
         from_fsdp = FSDPParamOrder.from_fsdp(model)
-        if with_root and not ignored:
+        if with_root:
             assert from_fsdp == ours
         assert from_fsdp.units == real
 
@@ -429,10 +410,6 @@ BAD = {
         ("'norm' lies inside ''", of_units(["", "norm"])),
         ("the units hold no parameter of Module", of_units(["layers.0.mlp.act"])),
         ("'again' is listed twice, before in unit 'norm'", the_same_module_twice),
-        (
-            "no parameter is named 'output.wieght'; did you mean 'output.weight'",
-            lambda: FSDPParamOrder.from_model(decoder(), ignored_params=["output.wieght"]),
-        ),
         ("Module has no FSDP2 module", lambda: FSDPParamOrder.from_fsdp(decoder())),
         ("hold no parameter", sharded_without_a_parameter),
         ("not in it", a_unit_that_reaches_outside),
@@ -453,10 +430,6 @@ BAD = {
 def test_errors(error, match, call):
     with pytest.raises(error, match=match):
         call()
-
-
-def test_ignored_parameters_of_another_model_are_none():
-    FSDPParamOrder.from_model(decoder(), ignored_params=[nn.Parameter(torch.zeros(1))])
 
 
 TARGETS = {

@@ -2,11 +2,9 @@
 
 import copy
 import dataclasses
-import errno
 import hashlib
 import inspect
 import logging
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -349,34 +347,10 @@ def test_the_packages_digest_is_of_its_sources_alone(tmp_path):
     assert list(_sources(tmp_path)) == found
 
 
-# -- folders that are full --------------------------------------------------------------------------
-
-
-def test_a_full_folder_is_named_where_torch_must_write(tmp_path, monkeypatch):
-    from torch._inductor import codecache
-
-    class Full:
-        def __enter__(self):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def __exit__(self, *error):
-            return None
-
-    code = str(tmp_path / "code.py")
-    with caches.watched_caches():
-        codecache.write_atomic(code, "1", make_dirs=True)
-        monkeypatch.setattr(Path, "open", lambda *args, **kwargs: Full())
-        with pytest.raises(OSError, match=f"No space left on device: '{code}'"):
-            codecache.write_atomic(code, "2")
-    monkeypatch.undo()
-    assert Path(code).read_text() == "1"
-
-
 def test_what_a_compile_wraps_in_torch_is_found_and_is_gone_afterwards():
     assert touched_torch() == []
     with caches.watched_caches():
         assert touched_torch() == [
-            "torch._inductor.codecache.write_atomic",
             "torch._inductor.output_code.CompiledFxGraph.__init__",
             "torch._inductor.output_code.CompiledFxGraph.post_compile",
         ]

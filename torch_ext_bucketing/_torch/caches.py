@@ -58,7 +58,7 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
     ``meshes`` are those of the graph's inputs; see :class:`_Meshes`.
     """
     with private_torch():
-        from torch._inductor import codecache, config
+        from torch._inductor import config
         from torch._inductor.output_code import CompiledFxGraph
 
     if hasattr(CompiledFxGraph.post_compile, "__wrapped__"):  # one compile within another
@@ -84,19 +84,10 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
         for p, report in zip(passes_with_reports(), getattr(self, _REPORTS, ()), strict=False):
             p.graph_ready(report)
 
-    def write_naming_file(write: _Function, path_: str, *args: Any, **kwargs: Any) -> None:
-        try:
-            write(path_, *args, **kwargs)
-        except OSError as error:
-            if error.filename is None:  # the error of a full file system names no file
-                error.filename = str(path_)
-            raise
-
     tracked = _Meshes(meshes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_wrapped(CompiledFxGraph, "__init__", init_with_reports))
         stack.enter_context(_wrapped(CompiledFxGraph, "post_compile", deliver_reports))
-        stack.enter_context(_wrapped(codecache, "write_atomic", write_naming_file))
         if compiles_for_all_ranks() and hasattr(DeviceMesh, "_compute_coordinate_on_dim"):
             for name, wrapper in (
                 ("__getstate__", tracked.without_rank),

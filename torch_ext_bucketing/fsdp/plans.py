@@ -119,7 +119,7 @@ def _numbered(text: str, glob: str) -> Iterator[str]:
             yield f"{text[: match.start()]}{number}{tail}"
 
 
-def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False) -> Units:
+def transformer_block_plan(model: nn.Module) -> Units:
     """Find the units that eager FSDP2 trainers use: one per repeated block, and the rest.
 
     **Blocks** are the children of block lists. A block list is a ``ModuleList``, ``ModuleDict`` or
@@ -152,12 +152,7 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     Modules of 1 to 3 that share a parameter become one unit at the place of the first, which FSDP2
     requires: ``[tok_embeddings, norm, output]``. Units are in the order of use, for prefetching.
 
-    Args:
-        model: the model, on any device, wrapped or not. No blocks are a ``ValueError``.
-        moe_experts: make the routed experts of each block a unit, before the block's, as trainers
-            do if experts have another mesh. True finds the outermost module inside the block whose
-            name contains "experts" but not "shared"; a string is that name. The unit is the
-            innermost child that holds all its parameters (``moe.routed_experts.inner_experts``).
+    ``model`` may be on any device, wrapped or not. No blocks are a ``ValueError``.
     """
     check_argument("model", model, nn.Module)
     if not any(True for _ in model.parameters()):
@@ -177,22 +172,11 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     side = [*([name] for name in front), *itertools.chain(*sections), tail]
     merged = iter(_merge_shared(side, tree))
     units: list[tuple[str, ...]] = [tuple(next(merged)) for _ in front]
-    all_experts: list[str] = []
     for index, names in enumerate(blocks):
-        for name in names:
-            experts = _experts(name, tree, moe_experts) if moe_experts else []
-            all_experts += experts
-            units += [(expert,) for expert in experts] + [(name,)]
+        units += [(name,) for name in names]
         for _ in sections[index] if index < len(sections) else []:
             units.append(tuple(next(merged)))
     units.append(tuple(next(merged)))
-    if moe_experts and not all_experts:
-        expert_name = '"experts"' if moe_experts is True else repr(moe_experts)
-        raise ValueError(
-            f"moe_experts: no block holds a module named {expert_name}; the first block is "
-            f"{blocks[0][0]!r}. Name the experts' module with moe_experts=NAME, or leave the "
-            "option out"
-        )
     units = [unit for unit in units if unit]
     if Units(tuple(units)).uncovered(model):
         units.append(("",))
@@ -377,24 +361,3 @@ def _merge_shared(units: list[list[str]], tree: _ModuleTree) -> list[list[str]]:
         for name in result[target]:
             owner.update(dict.fromkeys(tree.modules[name].parameters(), target))
     return result
-
-
-def _experts(block: str, tree: _ModuleTree, moe_experts: bool | str) -> list[str]:
-    experts: list[str] = []
-    for name, _ in tree.children(block):
-        key = name.rpartition(".")[2]
-        if key == moe_experts or (moe_experts is True and "experts" in key and "shared" not in key):
-            experts.append(_narrowed(name, tree))
-        else:
-            experts += _experts(name, tree, moe_experts)
-    return experts
-
-
-def _narrowed(path: str, tree: _ModuleTree) -> str:
-    """Find the innermost module that holds all parameters of this one."""
-    children = tree.children(path)
-    if len(children) == 1 and not _is_plain_container(tree.modules[path]):
-        name, child = children[0]
-        if set(child.parameters()) == set(tree.modules[path].parameters()):
-            return _narrowed(name, tree)
-    return path

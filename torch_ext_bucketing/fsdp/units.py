@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -307,12 +307,7 @@ class FSDPParamOrder(Units, CustomPassBase):
 
     @classmethod
     def from_model(
-        cls,
-        model: nn.Module,
-        units: Iterable[str | Sequence[str]] = ("",),
-        *,
-        ignored_params: Collection[nn.Parameter | str] = (),
-        group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
+        cls, model: nn.Module, units: Iterable[str | Sequence[str]] = ("",)
     ) -> FSDPParamOrder:
         """Compute the order that ``fully_shard`` would give to a model, without calling it.
 
@@ -324,40 +319,28 @@ class FSDPParamOrder(Units, CustomPassBase):
         2.15 (``torch/distributed/fsdp/_fully_shard/_fsdp_init.py``): the modules of a unit
         depth-first, children before the module itself, stopping at modules of earlier units; then
         each module's own parameters in registration order, each parameter once, frozen or not.
-        Parameters are not read, so they may be on the meta device or parametrized.
+        Parameters are not read, so they may be on the meta device or parametrized. Those that
+        ``fully_shard`` ignores, or sends over another mesh, do not change a bucket's order.
 
         Args:
             units: in the order of the ``fully_shard`` calls (inner modules first), each a module
                 FQN or a list of the FQNs that share one call. ``""``, the default, is ``model``.
                 Parameters outside all units are in no payload.
-            ignored_params: as in ``fully_shard``, as parameters or FQNs.
-            group_key: splits units like a ``shard_placement_fn`` with several meshes. Maps an FQN
-                and its parameter to a hashable key for the mesh. Each key is a payload, in order of
-                first appearance.
         """
         calls = list(find_units(model, units))
         names = parameter_names(model)
-        by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
-        visited: set[nn.Parameter] = set()  # may include parameters of other pipeline stages
-        for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
-            if isinstance(item, str) and canonical_fqn(item) not in by_name:
-                near = nearest_names(item, by_name)
-                raise ValueError(f"ignored_params: no parameter is named {item!r}{near}")
-            visited.add(by_name[canonical_fqn(item)] if isinstance(item, str) else item)
+        visited: set[nn.Parameter] = set()
         wrapped: set[nn.Module] = set()  # modules of earlier calls
         payloads: list[list[nn.Parameter]] = []
         for _, modules in calls:
             roots, managed = modules_of_call(modules, wrapped)
             wrapped.update(roots)
-            by_key: dict[Hashable, list[nn.Parameter]] = {}
             owned = (p for module in managed for _, p in module.named_parameters(recurse=False))
             # A shared parameter belongs to the unit that visits it first.
-            for parameter in dict.fromkeys(owned):
-                if parameter not in visited:
-                    visited.add(parameter)
-                    key = None if group_key is None else group_key(names[parameter][0], parameter)
-                    by_key.setdefault(key, []).append(parameter)
-            payloads.extend(by_key.values())
+            new = [parameter for parameter in dict.fromkeys(owned) if parameter not in visited]
+            visited.update(new)
+            if new:
+                payloads.append(new)
         if not payloads:
             raise ValueError(f"the units hold no parameter of {type(model).__name__}")
         names_are_relative_to(model)

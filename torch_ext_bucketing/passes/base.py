@@ -141,7 +141,6 @@ class Compilation:
 
     def measure(self, graph: fx.Graph) -> None:
         """Set :attr:`baseline` for ``graph``."""
-        self.changed()
         self.baseline = Baseline(None, self._external_live_bytes(graph))
         # Scheduling meets the same error again, and reports it.
         with contextlib.suppress(Exception):
@@ -336,15 +335,16 @@ def run_passes(
     """
     g, done = graph_of(graph), len(compilation.report.graphs)
     name = stage if stage == "joint" else stage_of(g)
-    # PeakMemory(ratio=...) refers to the graph as the compiler made it, so this comes first.
+    for p in joint:
+        p.finish(g, compilation)
+    compilation.changed()
+    # PeakMemory(ratio=...) refers to the graph as the compiler made it, so this comes first. The
+    # first pass shares its analysis.
     measures = next((p for p in passes if p.reads_baseline), None)
     clock = time.perf_counter()
     if measures is not None:
         compilation.measure(g)
     measured = time.perf_counter() - clock
-    for p in joint:
-        p.finish(g, compilation)
-        compilation.changed()
     for i, p in enumerate(passes):
         _show(g, f"{name}_{i}_{p.name}_before")
         clock = time.perf_counter()

@@ -1,1 +1,1 @@
-"""Compare the graphs of a process group's ranks before they run."""
+"""Let ranks meet, and compare their graphs before they run."""

@@ -27,9 +27,7 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,90 +44,66 @@ from .._torch.aot import stage_of
 from ..errors import AgreementError, PlanMismatchError, RankMissingError
 from ..graph.nodes import collective_group, graph_of
 from .launches import GraphLaunches, Version, launches_of, mismatch_text, ranks_text
+from .meeting import NO_STORE, Point, linger, poll
 
-_PREFIX = "torch_ext_bucketing/agreement"
-# Limits in seconds. After a mismatch, late ranks get time to report their launches. After any
-# failure, every rank gets time to read the reason: the first to exit may host the store.
+# Seconds in which late ranks may report their launches, after a mismatch.
 _GATHER_S = 30.0
-LINGER_S = 5.0
-_MAX_SLEEP_S = 0.25
 
 
 class _FailedError(Exception):
-    """Carry the exchange that failed, whose ``bad`` key has the reason."""
+    """Carry the exchange that failed, whose outcome has the reason."""
 
 
-@dataclass
-class Exchange:
+class Exchange(Point):
     """This rank's part in comparing one graph's launches on one process group.
 
-    Keys in the store, under a prefix of the group's name, its ranks and ``number``::
+    A rank's text is the digest of its launches. Further keys::
 
-        rank<r>      the digest of rank r, written when it arrives
-        first        the digest of the first rank to arrive, which all compare theirs with
-        text/<d>     the version with digest d, in full
-        bad          why the exchange failed; the first reason stays
-        arrived, confirmed, left, seen      counters
+        first               the digest of the first rank to arrive, which all compare theirs with
+        launches/<d>        the version with digest d, in full
+        confirmed, left     counters
     """
 
-    version: Version
-    number: int
-    ranks: tuple[int, ...]
-    timeout: timedelta
+    def __init__(
+        self, version: Version, number: int, ranks: tuple[int, ...], timeout: timedelta
+    ) -> None:
+        members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:8]
+        super().__init__(f"agreement/{version.of_group.group}/{members}/{number}", ranks, timeout)
+        self.version, self.number = version, number
 
-    def __post_init__(self) -> None:
-        self.rank = torch.distributed.get_rank()
-        self.started = time.monotonic()
-        members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]
-        prefix = f"{_PREFIX}/{self.version.of_group.group}/{members}/{self.number}"
-        # A store, not collectives: nothing can mix with training's, and a waiting rank can name the
-        # ranks that it waits for.
-        self.store = torch.distributed.PrefixStore(prefix, groups.default_store())
-
-    def get(self, name: str) -> str:
-        return self.store.get(name).decode()
-
-    def count(self, name: str, amount: int = 1) -> int:
-        return self.store.add(name, amount)
-
-    def arrive(self) -> None:
+    def compare(self) -> None:
+        """Arrive, and end the exchange if another rank has other launches."""
         digest = self.version.digest
-        if not self.store.check([f"text/{digest}"]):
-            self.store.set(f"text/{digest}", json.dumps(self.version))
-        self.store.set(f"rank{self.rank}", digest)
+        if not self.store.check([f"launches/{digest}"]):
+            self.store.set(f"launches/{digest}", json.dumps(self.version))
         if self.store.compare_set("first", "", digest).decode() != digest:
             self.fail("mismatch", "")
-        self.count("arrived")  # after fail(): a full count without "bad" means that all agree
+        self.arrive(digest)  # last: a full count without an outcome means that all agree
 
     def leave(self) -> None:
         """Delete the keys once all ranks have left."""
-        if self.count("left") < len(self.ranks):
-            return
-        # A later default group may use the same store and the same names.
-        names = ["first", "arrived", "confirmed", "left", f"text/{self.version.digest}"]
-        for name in (*names, *(f"rank{r}" for r in self.ranks)):
-            self.store.delete_key(name)
+        if self.count("left") == len(self.ranks):
+            names = ("first", "arrived", "confirmed", "left", f"launches/{self.version.digest}")
+            self.forget(*names, *(f"rank{r}" for r in self.ranks))
 
     def fail(self, why: str, text: str) -> None:
-        self.store.compare_set("bad", "", json.dumps([why, text]))
+        """End the exchange, unless it has ended."""
+        self.decide(json.dumps([why, text]))
 
     def reached(self, name: str) -> bool:
         """Return whether all ranks have counted themselves; raise if the exchange failed."""
-        complete = self.count(name, 0) == len(self.ranks)
-        if not complete and time.monotonic() - self.started > self.timeout.total_seconds():
+        complete = self.is_complete(name)
+        if not complete and self.is_late:
             self.fail("missing", self.missing_text())
-        if self.store.check(["bad"]):
+        if self.outcome() is not None:
             raise _FailedError(self)
         return complete
-
-    def missing(self) -> list[int]:
-        return [r for r in self.ranks if not self.store.check([f"rank{r}"])]
 
     def missing_text(self) -> str:
         missing, group = self.missing(), self.version.of_group.group
         text = (
-            f"rank {self.rank} waited {self.timeout.total_seconds():g} s to compare the "
-            f"{self.version.stage} graph's launches on process group {group!r}"
+            f"rank {self.rank} waited {self.timeout_s:g} s to compare the {self.version.stage} "
+            f"graph's launches on process group {group!r}"
         )
         if not missing:
             return f"{text}: all its ranks arrived, but one still waits in another process group"
@@ -142,15 +116,14 @@ class Exchange:
 
     def mismatch_text(self) -> str:
         """Format the message for every rank, after a short wait for late ranks."""
-        deadline = time.monotonic() + min(_GATHER_S, self.timeout.total_seconds())
-        poll(lambda: not self.missing(), deadline)
-        by_digest: dict[str, list[int]] = {}
+        poll(lambda: not self.missing(), min(_GATHER_S, self.timeout_s))
         absent = self.missing()
-        for rank in self.ranks:
-            if rank not in absent:
-                by_digest.setdefault(self.get(f"rank{rank}"), []).append(rank)
+        arrived = [rank for rank in self.ranks if rank not in absent]
+        by_digest: dict[str, list[int]] = {}
+        for rank, digest in zip(arrived, self.texts(arrived), strict=True):
+            by_digest.setdefault(digest, []).append(rank)
         versions = [
-            (ranks, Version.from_json(self.get(f"text/{digest}")))
+            (ranks, Version.from_json(self.store.get(f"launches/{digest}").decode()))
             for digest, ranks in by_digest.items()
         ]
         return mismatch_text(versions, absent, len(self.ranks))
@@ -162,9 +135,7 @@ def run_all(exchanges: Sequence[Exchange]) -> None:
         error = _meet(exchanges)
     except RuntimeError as problem:  # c10d's own errors are RuntimeErrors
         raise AgreementError(
-            "the ranks' launches can't be compared, because the store of the default process group "
-            f"can't be reached: {problem}. Usually the process that hosts it, rank 0 or the "
-            "launcher, has ended: look at its output first"
+            f"the ranks' launches can't be compared: {NO_STORE} ({problem})"
         ) from problem
     if error is not None:
         raise error
@@ -175,7 +146,7 @@ def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
     try:
         # Arrive everywhere before waiting anywhere, so that no two ranks wait for each other.
         for exchange in exchanges:
-            exchange.arrive()
+            exchange.compare()
         poll(lambda: not [e for e in exchanges if not e.reached("arrived")])
         # The second count holds a rank back whose peer found a mismatch in another of its groups.
         for exchange in exchanges:
@@ -191,26 +162,14 @@ def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
 
 
 def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
-    why, text = json.loads(failed.get("bad"))
+    why, text = json.loads(failed.outcome() or "")
     text = text or failed.mismatch_text()
     # From here on the store may go away: this rank has its reason to fail.
     with contextlib.suppress(RuntimeError):
         for exchange in exchanges:
             exchange.fail(why, text)
-        deadline = time.monotonic() + LINGER_S
-        expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
-        for exchange in exchanges:
-            exchange.count("seen")
-        poll(lambda: all(e.count("seen", 0) >= expected[id(e)] for e in exchanges), deadline)
+        linger(exchanges, [len(e.ranks) - len(e.missing()) for e in exchanges])
     return PlanMismatchError(text) if why == "mismatch" else RankMissingError(text)
-
-
-def poll(done: Callable[[], bool], deadline: float = math.inf) -> None:
-    """Call ``done`` until it holds or the time is over, at a tenth of the time waited so far."""
-    # A blocking wait would hold the store's one connection against other threads and Ctrl-C.
-    started = time.monotonic()
-    while not done() and (now := time.monotonic()) < deadline:
-        time.sleep(min(_MAX_SLEEP_S, max(0.0005, (now - started) / 10)))
 
 
 def agree(graph: fx.GraphModule | fx.Graph, timeout: timedelta | None = None) -> None:
