@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.eager_parity.rows import Row
 from torch_ext_bucketing.reports.base import columns
-from torch_ext_bucketing.testing.differences import whole_digest
+from torch_ext_bucketing.testing.comparison import whole_digest
 
 if TYPE_CHECKING:
     from benchmarks.eager_parity.ranks import RowReport, Traffic

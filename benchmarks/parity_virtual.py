@@ -22,7 +22,7 @@ import torch_ext_bucketing as teb
 from benchmarks.eager_parity.models import batch_of, build, units_of
 from benchmarks.eager_parity.ranks import in_graph_order, wrap_units
 from torch_ext_bucketing.reports.compile import BucketReport
-from torch_ext_bucketing.testing.differences import (
+from torch_ext_bucketing.testing.experiments import (
     Payload,
     bucket_payloads,
     fsdp_payloads,

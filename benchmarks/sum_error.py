@@ -4,7 +4,7 @@
     python benchmarks/sum_error.py --ranks 8,64,512
 
 Rings add in NCCL's order over nodes of eight ranks and round every partial sum, simulated
-(:mod:`torch_ext_bucketing.testing.differences`); an all-to-all adds in float32, in order of the
+(:mod:`torch_ext_bucketing.testing.experiments`); an all-to-all adds in float32, in order of the
 ranks and is rounded once. Error: the root mean square of the difference from the mean of the same
 bfloat16 values in float64, over that of the mean. "rounded once" is the least that a result in
 bfloat16 can have.

@@ -36,8 +36,7 @@ from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer, digest
 from torch_ext_bucketing.testing.trial import wrap
-from torch_ext_bucketing.tuning.candidates import TorchBuckets, candidates
-from torch_ext_bucketing.tuning.tune import Tuner
+from torch_ext_bucketing.tuning.tune import TorchBuckets, Tuner, default_candidates
 
 WAYS = {
     "eager": "eager FSDP2",
@@ -252,7 +251,7 @@ def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machi
         options = TORCH_BUCKETS if name == "torch_buckets" else None
         return way(compile_(backend=training.backend, options=options))
     if name == "tuned":
-        given = candidates(
+        given = default_candidates(
             model,
             training.backend,
             units=model.unit_names(),

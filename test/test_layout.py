@@ -122,7 +122,6 @@ REWRITES = {
     "passes.reshard_to",
     "passes.add_by_unit",
     "passes.reduce_scatter_first",
-    "passes.separate_groups",
     "passes.pipeline",
 }
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import torch_ext_bucketing as teb
 from benchmarks.eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.testing.training import ModelConfig, Transformer
-from torch_ext_bucketing.tuning.candidates import candidates
+from torch_ext_bucketing.tuning.tune import default_candidates
 
 
 def small_model() -> Transformer:
@@ -100,7 +100,7 @@ def test_a_tuned_step(sharded: dict[str, Any], tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     sharded["optimizer"] = torch.optim.AdamW(sharded["model"].parameters())
     code = code_of("recipes-and-passes")[1].replace(".sum()", ".float().sum()")
-    sharded["plans"] = candidates(sharded["model"], "aot_eager")
+    sharded["plans"] = default_candidates(sharded["model"], "aot_eager")
     exec(code.replace("tune(model)", "tune(model, plans)"), sharded)
     before = [p.to_local().clone() for p in sharded["model"].parameters()]
     sharded["train_step"](torch.zeros(1, 16, dtype=torch.long))

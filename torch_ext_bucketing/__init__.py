@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from .passes.bucketing import BucketByCap as BucketByCap
     from .passes.bucketing import BucketByUnit as BucketByUnit
     from .passes.bucketing import FixedOrderReduce as FixedOrderReduce
+    from .passes.bucketing import SeparateGroups as SeparateGroups
     from .passes.pipeline import MatchFSDP2 as MatchFSDP2
-    from .passes.separate_groups import SeparateGroups as SeparateGroups
     from .planner.cost.machine import Machine as Machine
     from .planner.resharding import ReshardAfterForward as ReshardAfterForward
     from .planner.schedule.policy import MaxComputeRun as MaxComputeRun
@@ -69,7 +69,7 @@ _HOME = {
     "PeakMemory": "planner.schedule.policy",
     "ReshardAfterForward": "planner.resharding",
     "Schedule": "planner.scheduling",
-    "SeparateGroups": "passes.separate_groups",
+    "SeparateGroups": "passes.bucketing",
     "backend": "passes.backends",
     "data_parallel": "fsdp.shard",
     "recipe": "recipes",

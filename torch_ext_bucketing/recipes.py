@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch.dynamo import names_are_relative_to
-from ._torch.fsdp2 import ParamGroup, is_distributed, placed
+from ._torch.fsdp2 import ParamGroup, Sent, is_distributed, placed, sent_by_name
 from .errors import NotBucketedWarning, check_argument
-from .fqns import format_names
+from .fqns import canonical_fqn, format_names
 from .fsdp.modules import is_eager, param_groups, units_of
 from .fsdp.plans import transformer_block_plan
-from .fsdp.reference import follow
 from .fsdp.shard import ignored_extensions
+from .fsdp.unit_inputs import register_casts
 from .fsdp.units import FSDPParamOrder, Units
 from .graph.nodes import KINDS, Kind
 from .passes.base import GraphPass
@@ -222,7 +222,7 @@ def _order(
             else "units= is for models without units of their own: fully_shard() gave this one its"
         )
     if model_units or reference is not None:
-        groups = param_groups(model) if reference is None else follow(model, reference)
+        groups = param_groups(model) if reference is None else _follow(model, reference)
         groups = [group for group in groups if group.params]
         order = FSDPParamOrder.from_fsdp(model if reference is None else reference)
         return order, _resharding(groups), list(dict.fromkeys(group.modules for group in groups))
@@ -269,3 +269,68 @@ def _resharding(groups: Sequence[ParamGroup]) -> list[GraphPass]:
             f"{sizes}: give one number, or True, to all units that do not keep their parameters"
         )
     return [ReshardAfterForward(*by_size, keep=gathered)]
+
+
+def _follow(model: nn.Module, reference: nn.Module) -> list[ParamGroup]:
+    """Check that ``model`` sends as ``reference`` does, and cast as it does; return its groups.
+
+    ``model`` is sharded by :func:`.fully_shard`, by ``data_parallel`` or by another SimpleFSDP,
+    whose placements alone are known. A ``ValueError`` names the first difference.
+    """
+    groups = param_groups(reference)
+    groups_of_model = {g.modules: g for g in param_groups(model)} if units_of(model) else None
+    ours_sent = sent_by_name(model)
+    places = {
+        canonical_fqn(f"{path}.{name}".lstrip(".")): (module, name)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    held = {fqn for g in groups for fqn in (*g.params, *(alias for alias, _ in g.aliases))}
+    again = "Shard the copy by the calls of the reference, torch_ext_bucketing.fsdp.fully_shard"
+    missing = [fqn for g in groups for fqn in g.params if fqn not in places]
+    if missing:
+        raise ValueError(
+            f"the reference has parameters that the model has not: {format_names(missing, 8)}. "
+            "Both must be made by the same code"
+        )
+    for fqn, (module, name) in places.items():
+        if fqn not in held and is_distributed(module._parameters[name]):
+            alone = "the reference leaves it alone (ignored_params, or outside of all units)"
+            raise ValueError(f"{fqn} is sharded, and {alone}. {again}")
+    for group in groups:
+        label = f"unit {'+'.join(group.modules)!r}"
+        if group.eager_only:
+            settings = " and ".join(setting.code for setting in group.eager_only)
+            raise ValueError(
+                f"the reference has {settings} on {label}, which a compiled step can't reproduce"
+            )
+        for fqn, expected in zip(group.params, group.sent, strict=True):
+            module, name = places[fqn]
+            param: Any = module._parameters[name]
+            if not is_distributed(param):
+                raise ValueError(f"{fqn} is not sharded, and the reference shards it. {again}")
+            sent = ours_sent.get(fqn)
+            if sent is None:  # another SimpleFSDP
+                dims = [d for p in param.placements if (d := getattr(p, "dim", None)) is not None]
+                same = not dims or expected.dim in dims
+                sent = expected if same else expected._replace(dim=dims[0])
+            differ = [
+                f"{field} is {value!r}, in the reference {expected_value!r}"
+                for field, value, expected_value in zip(Sent._fields, sent, expected, strict=True)
+                if value != expected_value
+            ]
+            if differ:
+                raise ValueError(f"{fqn}: {'; '.join(differ)}. {again}")
+        model_group = groups_of_model.get(group.modules) if groups_of_model is not None else group
+        if group.params and (model_group is None or model_group.params != group.params):
+            raise ValueError(f"the model has no unit like the reference's {label}. {again}")
+        if model_group is not None and model_group.casts != group.casts:
+            differ = [f"casts to {model_group.casts}", f"in the reference to {group.casts}"]
+            raise ValueError(f"{label} {', '.join(differ)}. {again}")
+    if groups_of_model is None:
+        modules = {canonical_fqn(n): m for n, m in reversed(list(model.named_modules()))}
+        for names, casts in dict.fromkeys((g.modules, g.casts) for g in groups):
+            if "_fully_shard_casts" not in modules[names[0]].__dict__:
+                register_casts([modules[n] for n in names], casts)
+                modules[names[0]].__dict__["_fully_shard_casts"] = casts
+    return groups

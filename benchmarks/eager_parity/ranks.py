@@ -37,7 +37,7 @@ from torch_ext_bucketing.graph.nodes import (
 from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.passes.base import Compilation, Stage
 from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.testing.differences import (
+from torch_ext_bucketing.testing.experiments import (
     Payload,
     bucket_payloads,
     fsdp_payloads,

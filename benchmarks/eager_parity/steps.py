@@ -13,7 +13,7 @@ from whole_muon import WholeMuon
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import shard_of
 from torch_ext_bucketing.step.rules import StackedMuon
-from torch_ext_bucketing.testing.differences import Payload
+from torch_ext_bucketing.testing.experiments import Payload
 from torch_ext_bucketing.testing.training import (
     TrainingRecord,
     count_collectives,

@@ -31,7 +31,7 @@ from torch_ext_bucketing.passes.merge_amax import MergeAmax
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.planner.cost.machine import Level
 from torch_ext_bucketing.planner.scheduling import Estimate
-from torch_ext_bucketing.tuning.candidates import TorchBuckets
+from torch_ext_bucketing.tuning.tune import TorchBuckets
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

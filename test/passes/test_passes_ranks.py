@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ext_bucketing.fsdp.shard import data_parallel
 from torch_ext_bucketing.fsdp.units import FSDPParamOrder
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketByUnit
-from torch_ext_bucketing.passes.separate_groups import SeparateGroups
+from torch_ext_bucketing.passes.bucketing import BucketByUnit, SeparateGroups
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]

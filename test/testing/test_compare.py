@@ -16,10 +16,14 @@ from sharded_models import shard_by_parametrization
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.__main__ import main
-from torch_ext_bucketing.testing import compare_cli
+from torch_ext_bucketing.testing import comparison
 from torch_ext_bucketing.testing.comparison import CompareOptions, Comparison
-from torch_ext_bucketing.testing.differences import Payload, Span, layout_differences
-from torch_ext_bucketing.testing.experiments import compare_on_rank
+from torch_ext_bucketing.testing.experiments import (
+    Payload,
+    Span,
+    compare_on_rank,
+    layout_differences,
+)
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.target import TargetError
@@ -211,7 +215,7 @@ def test_bad_input_is_named():
     ],
 )
 def test_bad_options_are_named_before_any_rank_starts(options, expected, monkeypatch, capsys):
-    monkeypatch.setattr(compare_cli, "run_ranks", None)
+    monkeypatch.setattr(comparison, "run_ranks", None)
     with pytest.raises(ValueError, match=expected):
         teb.testing.compare(models.sound, **options)
     given = [text for n, v in options.items() for text in (f"--{n.replace('_', '-')}", str(v))]

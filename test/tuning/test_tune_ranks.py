@@ -20,7 +20,7 @@ from benchmarks.eager_parity.devices import start
 from torch_ext_bucketing.errors import TuningError
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.training import digest
-from torch_ext_bucketing.tuning.candidates import candidates
+from torch_ext_bucketing.tuning.tune import default_candidates
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -47,7 +47,7 @@ class Training:
         teb.data_parallel(self.model, mesh, param_dtype=torch.bfloat16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         units = ["layers.0", "layers.1", ""]
-        found = candidates(self.model, compiler, units=units, reduce=reduce)
+        found = default_candidates(self.model, compiler, units=units, reduce=reduce)
         self.candidates = {name: found[name] for name in NAMES}
         self.digests = [digest(self.model)]
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NewType, Protocol, TypeAlias
 
 import torch.fx as fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,17 +161,25 @@ def left_alone(c: Collective, reason: str, cause: LeftCause = LeftCause.OTHER) -
     return LeftAlone(c.fqns, reason, c.start.name, cause=cause)
 
 
+_Start = NewType("_Start", int)
+"""A start, by its number among the graph's starts."""
+_Epoch = NewType("_Epoch", int)
+"""The number of barriers before a start."""
+_Starts: TypeAlias = int
+"""A set of starts: a bit for each."""
+
+
 @dataclass(slots=True, eq=False)
 class _Contracted:
-    """Bit sets of a bucket.
+    """Sets of starts of a bucket.
 
     ``reach`` is the starts that the members need, and once the bucket is closed also the members.
     ``settled`` starts need nothing that ``reach`` lacks.
     """
 
-    members: int = 0
-    reach: int = 0
-    settled: int = 0
+    members: _Starts = 0
+    reach: _Starts = 0
+    settled: _Starts = 0
 
 
 class Contraction:
@@ -183,27 +191,27 @@ class Contraction:
 
     def __init__(self, analysis: GraphAnalysis) -> None:
         self.starts: list[fx.Node] = []
-        self._index: dict[fx.Node, int] = {}
-        self._up: list[int] = []  # starts that each start needs by edges of the graph
-        self._epoch: list[int] = []  # number of barriers before each start
-        self._alone: dict[int, fx.Node] = {}  # by start: the barrier between it and its cast
+        self._index: dict[fx.Node, _Start] = {}
+        self._up: list[_Starts] = []  # starts that each start needs by edges of the graph
+        self._epoch: list[_Epoch] = []
+        self._alone: dict[_Start, fx.Node] = {}  # the barrier between a start and its cast
         self._writes = analysis.writes.unordered
         self._project(analysis)
         self.reset()
 
     def reset(self) -> None:
         """Forget all buckets."""
-        self._merged = 0  # members of closed buckets that reach other starts
-        self._bucket_of: dict[int, _Contracted] = {}
+        self._merged: _Starts = 0  # members of closed buckets that reach other starts
+        self._bucket_of: dict[_Start, _Contracted] = {}
         self._closed: list[_Contracted] = []
         self._open = _Contracted()
 
     def _project(self, analysis: GraphAnalysis) -> None:
         writes = dict.fromkeys(self._writes)
-        needs: dict[fx.Node, int] = {}
+        needs: dict[fx.Node, _Starts] = {}
         uses: dict[fx.Node, int] = {}
-        epoch = 0
-        epochs: dict[fx.Node, int] = {}
+        epoch = _Epoch(0)
+        epochs: dict[fx.Node, _Epoch] = {}
         for node in analysis.nodes:
             if node.op == "output":
                 continue
@@ -223,19 +231,19 @@ class Contraction:
                     del needs[arg]
                 uses[arg] = uses_left - 1
             if node in analysis.kinds:
-                self._index[node] = len(self.starts)
+                start = self._index[node] = _Start(len(self.starts))
                 self._up.append(mask)
                 self._epoch.append(epoch)
                 if epoch:  # packing would read the cast's input after the write
                     cast = merged_cast(node)
                     read = epoch if cast is None else epochs[cast]
                     if read < epoch:
-                        self._alone[len(self.starts)] = self._writes[read]
-                mask |= 1 << len(self.starts)
+                        self._alone[start] = self._writes[read]
+                mask |= 1 << start
                 self.starts.append(node)
             if writes:
                 epochs[node] = epoch
-                epoch += node in writes
+                epoch = _Epoch(epoch + (node in writes))
             uses[node] = count = len(node.users)
             if count:
                 needs[node] = mask
@@ -277,12 +285,12 @@ class Contraction:
             return f"{write.name} between them writes to a tensor that others read"
         needed = self._up[index] & self._open.members
         if needed:
-            return f"{start.name} needs the result of {self.starts[_bits(needed)[0]].name}"
+            return f"{start.name} needs the result of {self.starts[_listed(needed)[0]].name}"
         if self._static >> index & 1:
             return f"the bucket needs the result of {start.name}"
         return f"{start.name} and the bucket need each other by way of other buckets"
 
-    def _write_between(self, index: int) -> fx.Node | None:
+    def _write_between(self, index: _Start) -> fx.Node | None:
         """Find the barrier that keeps a start out of the open bucket."""
         if self._epoch[index] != self._open_epoch:
             return self._writes[min(self._epoch[index], self._open_epoch)]
@@ -296,7 +304,7 @@ class Contraction:
         closed, self._open = self._open, _Contracted()
         if closed.members.bit_count() < 2:
             return
-        starts = _bits(closed.members)
+        starts = _listed(closed.members)
         # A member of an earlier bucket has brought that whole bucket along: it ends here.
         for absorbed in dict.fromkeys(self._bucket_of.get(i) for i in starts):
             if absorbed is not None:
@@ -311,30 +319,31 @@ class Contraction:
         self._closed.append(closed)
         self._bucket_of.update(dict.fromkeys(starts, closed))
 
-    def _own(self, index: int) -> tuple[int, int]:
+    def _own(self, index: _Start) -> tuple[_Starts, _Starts]:
+        """Return the members of a start's bucket, and the starts that they need."""
         bucket = self._bucket_of.get(index)
         if bucket is None:
             return 1 << index, self._up[index]
         return bucket.members, bucket.reach & ~bucket.members
 
-    def _closure(self, reach: int, settled: int) -> tuple[int, int]:
+    def _closure(self, reach: _Starts, settled: _Starts) -> tuple[_Starts, _Starts]:
         """Close ``reach`` under the needs of closed buckets; return it with its settled part."""
         # Start with the last bucket: its reach tends to hold most earlier ones, settled already.
         pending = reach & self._merged & ~settled
         while pending:
-            bucket = self._bucket_of[pending.bit_length() - 1]
+            bucket = self._bucket_of[_Start(pending.bit_length() - 1)]
             reach |= bucket.reach
             settled |= bucket.settled
             pending = reach & self._merged & ~settled
         return reach, settled
 
 
-def _bits(mask: int) -> list[int]:
+def _listed(starts: _Starts) -> list[_Start]:
     indices = []
-    while mask:
-        low = mask & -mask
-        indices.append(low.bit_length() - 1)
-        mask ^= low
+    while starts:
+        low = starts & -starts
+        indices.append(_Start(low.bit_length() - 1))
+        starts ^= low
     return indices
 
 

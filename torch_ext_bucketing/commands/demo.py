@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from ..reports.base import columns
-from ..testing.differences import whole_digest
+from ..testing.comparison import whole_digest
 from ..testing.ranks import Rank, run_ranks, sayer
 from ..testing.target import add_command, add_numbers, check_numbers
 

@@ -42,8 +42,7 @@ from .._torch.fsdp2 import (
 )
 from ..errors import check_argument
 from ..fqns import canonical_fqn, modules_of_call
-from .extensions import Extension, broadcast_from_first, check_methods, extends_gather
-from .gather import Unshard
+from .gather import Extension, Unshard, broadcast_from_first, check_methods, extends_gather
 from .modules import Unit, adopt
 
 # Since torch 2.12; before, no argument is one.
@@ -68,8 +67,8 @@ def data_parallel(
     parameters. ``named_parameters()``, ``state_dict()`` and reads of attributes return the shards
     (``DTensor``) under the former names, so checkpoints are compatible with eager FSDP2's, and
     writes reach the shards. While the model's forward runs, a read gathers the parameter.
-    Parameters with FSDP2 all-gather extensions are gathered by these (:mod:`.fsdp.extensions`),
-    except by ``"replicate"``. An error leaves the model unchanged.
+    Parameters with FSDP2 all-gather extensions are gathered by these (:mod:`.fsdp.gather`), except
+    by ``"replicate"``. An error leaves the model unchanged.
 
     Args:
         model: has its parameters on the mesh's device, none of them a scalar. Rank 0's values are

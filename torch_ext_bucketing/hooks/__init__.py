@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from .._exports import lazy_exports
 from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
-from .groups import group_descs
-from .series import HOOK_ENTRIES, Status, install, status
+from .series import HOOK_ENTRIES, Status, group_descs, install, status
 
 __all__ = [
     "HOOK_ENTRIES",

@@ -29,10 +29,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .patches import FileDiff, apply_patches, parse_patch, reverse, split_lines
+
+if TYPE_CHECKING:  # nothing here imports torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
 CONFIG_PATH = "torch/_inductor/config.py"
@@ -357,3 +360,13 @@ def _execute(module: ModuleType, source: bytes) -> dict[str, Any]:
         linecache.cache.pop(filename, None)
     entries: dict[str, Any] = vars(scratch)["_config"]
     return entries
+
+
+def group_descs(mesh: DeviceMesh) -> list[str]:
+    """List the ``group_desc`` of the process group of each dimension, for ``fsdp_group_filter``.
+
+    The entry compares names exactly. A dimension of all ranks has the default group, whose
+    ``group_desc`` is not ``"mesh_<dim>"``; one of a single rank has no collectives and is left out.
+    """
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    return list(dict.fromkeys(group.group_desc for group in groups))

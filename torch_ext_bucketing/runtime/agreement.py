@@ -46,7 +46,7 @@ from ..graph.nodes import collective_group, graph_of
 from .launches import GraphLaunches, Version, launches_of, mismatch_text, ranks_text
 from .meeting import NO_STORE, Point, linger, poll
 
-# Seconds in which late ranks may report their launches, after a mismatch.
+# Seconds that late ranks get to report their launches after a mismatch.
 _GATHER_S = 30.0
 
 

@@ -20,7 +20,7 @@ NO_STORE = (
     "the store of the default process group can't be reached. Usually the process that hosts it, "
     "rank 0 or the launcher, has ended: look at its output first"
 )
-LINGER_S = 5.0  # in which ranks learn why others stop
+LINGER_S = 5.0  # seconds that ranks get to learn why others stop
 _MAX_SLEEP_S = 0.25
 
 

@@ -40,6 +40,6 @@ function returns, and finds why weights differ.
 
 from __future__ import annotations
 
-from .compare_cli import compare
+from .comparison import compare
 
 __all__ = ["compare"]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.fx as fx
@@ -34,14 +34,19 @@ import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch.dynamo import Compiler, compile_variant, keep_json
+from .._torch.inductor import bucket_fsdp
 from ..errors import BoundNotKeptWarning, TuningError, check_argument, check_count
+from ..fsdp.plans import transformer_block_plan
+from ..fsdp.units import Units
 from ..passes.backends import BucketingBackend
-from ..passes.base import last_of
-from ..passes.bucketing import FixedOrderReduce
-from ..planner.schedule.policy import PeakMemory
+from ..passes.base import Compilation, GraphPass, Stage, last_of
+from ..passes.bucketing import BucketByCap, FixedOrderReduce
+from ..planner.cost.machine import Machine
+from ..planner.schedule.policy import Overlap, PeakMemory
+from ..planner.scheduling import BucketAndSchedule, Estimate, Schedule
+from ..recipes import recipe
 from ..reports.compile import CompileReport
 from . import choice
-from .candidates import candidates as default_candidates
 from .choice import Figures, Meeting, TuneReport, best_of, combine, with_estimates
 
 _P = ParamSpec("_P")
@@ -50,6 +55,7 @@ _T = TypeVar("_T")
 # Candidates that take at most this much longer than the fastest are measured again: medians of a
 # few steps differ by some percent from run to run.
 _CLOSE = 1.1
+_CAP_MB = 25.0  # DDP's default for a bucket
 
 
 def tune(
@@ -77,7 +83,7 @@ def tune(
     Args:
         model: the sharded model, not compiled yet.
         candidates: backends of ``torch.compile`` by name; None: those of
-            :func:`.tuning.candidates.candidates` for Inductor, with ``memory``. All ranks give the
+            :func:`default_candidates` for Inductor, with ``memory``. All ranks give the
             same.
         steps: measured steps of each candidate; the closest ones get twice as many.
         memory: a bound on the memory of a rank in a step, as the device's allocator counts it (on
@@ -314,3 +320,68 @@ class Meter:
     @property
     def _has_allocator(self) -> bool:
         return self.device.type not in ("cpu", "meta")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TorchBuckets(GraphPass):
+    """Merge FSDP's collectives by torch's own passes, with their default caps."""
+
+    stage: ClassVar[Stage] = "forward_backward"
+
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        gm = graph.owning_module
+        assert isinstance(gm, fx.GraphModule)
+        bucket_fsdp(gm)
+
+
+def default_candidates(
+    model: nn.Module,
+    compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
+    *,
+    units: Units | Sequence[str | Sequence[str]] | None = None,
+    reduce: Literal["all_to_all"] | None = None,
+    machine: Machine | None = None,
+    memory: PeakMemory | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, BucketingBackend]:
+    """Return plans that differ in buckets and order, for :func:`tune`; options as :func:`.recipe`.
+
+    - ``"estimate"``: those of ``recipe(model, "speed")``;
+    - ``"units"``, ``"cap"``: buckets of FSDP2's units, or up to 25 MiB, in an order that overlaps,
+      and in the graph's order;
+    - ``"torch's buckets"``: torch's own merging, in its order;
+    - ``"no buckets"``: one collective per parameter.
+
+    All give the model eager FSDP2's collectives first and gather the same parameters again for
+    backward. With ``reduce`` all give the same bits. Without transformer blocks and ``units`` those
+    by unit are left out.
+    """
+    options: dict[str, Any] = {"machine": machine, "reduce": reduce, "memory": memory}
+    options |= {"optimizer": optimizer}
+    *first, bucketing = recipe(model, "speed", **options)
+    assert isinstance(bucketing, BucketAndSchedule)
+    sums = [FixedOrderReduce()] if reduce else []
+    order = Schedule([Overlap()], machine)
+    lists: dict[str, list[GraphPass]] = {"estimate": [*first, bucketing]}
+    if units is not None or _has_blocks(model):
+        *by_unit, _ = recipe(model, units=units, **options)
+        lists |= {"units": [*by_unit, order], "units, graph's order": by_unit}
+    by_cap = [*first, BucketByCap(_CAP_MB, kinds=bucketing.kinds), *sums]
+    lists |= {
+        "cap": [*by_cap, order],
+        "cap, graph's order": by_cap,
+        "torch's buckets": [*first, TorchBuckets(), *sums],
+        "no buckets": [*first, *sums],
+    }
+    last = Estimate(machine)
+    return {
+        name: BucketingBackend(compiler, [*passes, last], model) for name, passes in lists.items()
+    }
+
+
+def _has_blocks(model: nn.Module) -> bool:
+    try:
+        transformer_block_plan(model)
+    except ValueError:
+        return False
+    return True
