@@ -150,9 +150,8 @@ def test_inductors_rounding_is_named():
     )
     (cause,) = comparison.causes
     assert cause.name == "Inductor"
-    said = re.search(r"With emulate_precision_casts (\d+) of these (\d+) still differ", cause.found)
-    assert said
-    assert int(said[1]) < int(said[2]) == len(cause.parameters)
+    assert cause.parameters
+    assert "emulate_precision_casts" in cause.advice
 
 
 def _payload(*members: tuple[str, int, int]) -> Payload:

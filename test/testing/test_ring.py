@@ -94,8 +94,8 @@ def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, chann
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RingTopology(0), "ranks_per_node must be a positive integer, got 0"),
-        (lambda: RingTopology(2, channels=2.0), "channels must be a positive integer"),
+        (lambda: RingTopology(0), "ranks_per_node must be a whole number of at least 1, got 0"),
+        (lambda: RingTopology(2, channels=2.0), "channels must be a whole number"),
         (lambda: RingTopology(2, chunk_bytes=100), "not a multiple of 16"),
         (lambda: RingTopology(3).nodes_of(4), "start a multiple of 3"),
     ],

@@ -100,8 +100,7 @@ def placed(tensor: Any) -> tuple[bool, bool]:
 
 def shard_of(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a parameter; a plain parameter itself."""
-    local: torch.Tensor = getattr(tensor, _SHARD, tensor)
-    return local
+    return getattr(tensor, _SHARD, tensor)
 
 
 def largest_shard_numel(tensor: Any) -> int:
@@ -405,21 +404,6 @@ def has_not_run(state: FSDPState) -> bool:
     return state._is_root is None
 
 
-def sent(
-    dim: int,
-    shards: Iterable[int],
-    replicas: Iterable[int],
-    dtype: torch.dtype,
-    policy: MixedPrecisionPolicy,
-    factor: float | None,
-    only_sums: bool,
-) -> Sent:
-    """Describe a parameter that has ``dtype`` under its unit's policy."""
-    gathered = (policy.param_dtype if dtype.is_floating_point else None) or dtype
-    reduced = policy.reduce_dtype or (dtype if REDUCES_BY_GRAD_DTYPE else gathered)
-    return Sent(dim, tuple(shards), tuple(replicas), dtype, gathered, reduced, factor, only_sums)
-
-
 def read_param_groups(model: nn.Module, states: Sequence[FSDPState]) -> list[ParamGroup]:
     """Read the param groups of calls in a model, in the order of the calls.
 
@@ -469,15 +453,18 @@ def sent_by_name(model: nn.Module) -> dict[str, Sent]:
 
 
 def _sent(fsdp_param: Any, group: Any) -> Sent:
-    info = fsdp_param.mesh_info
+    info, dtype = fsdp_param.mesh_info, fsdp_param.sharded_param.dtype
+    policy = getattr(fsdp_param, "mp_policy", None) or group.mp_policy
     shards = getattr(info, "shard_process_group", None)
     replicas = getattr(info, "replicate_process_group", None)
-    return sent(
+    gathered = (policy.param_dtype if dtype.is_floating_point else None) or dtype
+    return Sent(
         fsdp_param.fsdp_placement.dim,
         () if shards is None else ranks_of(shards),
         () if replicas is None else ranks_of(replicas),
-        fsdp_param.sharded_param.dtype,
-        getattr(fsdp_param, "mp_policy", None) or group.mp_policy,
+        dtype,
+        gathered,
+        policy.reduce_dtype or (dtype if REDUCES_BY_GRAD_DTYPE else gathered),
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
     )
@@ -511,22 +498,16 @@ def eager_settings(state: FSDPState) -> Iterator[Setting]:
             # This package's own add in rank order, which a compiled step can do, too.
             if part is not None and home not in ("torch", __name__.partition(".")[0]):
                 yield Setting(method, f"{method}({getattr(part, '__name__', type(part).__name__)})")
-        flags = {
-            "set_requires_gradient_sync": (group.reduce_grads, True),
-            "set_requires_all_reduce": (group.all_reduce_grads, True),
-            "set_reshard_after_backward": (group.reshard_after_backward, True),
-            "set_reduce_scatter_unused_params": (
-                getattr(group, "reduce_scatter_unused_params", False),
-                False,
-            ),
+        unused = getattr(group, "reduce_scatter_unused_params", False)
+        calls = {
+            "set_requires_gradient_sync(False)": not group.reduce_grads,
+            "set_requires_all_reduce(False)": not group.all_reduce_grads,
+            "set_reshard_after_backward(False)": not group.reshard_after_backward,
+            "set_reduce_scatter_unused_params(True)": unused,
         }
-        for method, (value, followed) in flags.items():
-            if value is not followed:
-                yield Setting(method, f"{method}({value})")
-        factor, shards = (
-            group.gradient_divide_factor,
-            getattr(group.mesh_info, "shard_mesh_size", 1),
-        )
+        yield from (Setting(call.partition("(")[0], call) for call, made in calls.items() if made)
+        factor = group.gradient_divide_factor
+        shards = getattr(group.mesh_info, "shard_mesh_size", 1)
         dtypes = [_sent(managed, group).reduced for managed in group.fsdp_params]
         # Other dtypes are divided before the sum.
         averaged = any(dtype in (torch.float32, torch.bfloat16, None) for dtype in dtypes)

@@ -109,7 +109,7 @@ def group_timeout(group: Any) -> timedelta:
             if isinstance(timeout, timedelta):
                 return timeout
         c10d = dist.distributed_c10d
-        return c10d._get_default_timeout(dist.get_backend(group))  # type: ignore[no-any-return]
+        return c10d._get_default_timeout(dist.get_backend(group))
 
 
 def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:

@@ -296,8 +296,7 @@ def attach(
     *part: Any,
 ) -> torch.Tensor:
     """Connect ``full``, which was gathered from ``shard``, to it: backward reduces the gradient."""
-    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, *part)
-    return attached
+    return _Gather.apply(shard, unreduced, reduction, full, *part)
 
 
 _empty: dict[Any, torch.Tensor] = {}

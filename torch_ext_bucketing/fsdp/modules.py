@@ -348,7 +348,7 @@ class FSDPModule(EagerFSDPModule):
     def _get_fsdp_state(self) -> FSDPState:
         # FSDP2 looks in a table of all modules, which Dynamo would guard.
         unit: Any = unit_of(self)  # type: ignore[arg-type]
-        return unit.state  # type: ignore[no-any-return]
+        return unit.state
 
     def unshard(self, async_op: bool = False) -> Any:
         """Gather the module's parameters, until :meth:`reshard` or a backward ends.

@@ -88,7 +88,7 @@ def _hook(
         views = [tensor.view_as(tensor) for tensor in reversed(_tensors(inputs, _differentiable))]
         if len(views) > 1:
             views = list(torch.ops.torch_ext_bucketing.unit_inputs.default(views))
-    return _map(lambda _: views.pop(), inputs, _differentiable)  # type: ignore[no-any-return]
+    return _map(lambda _: views.pop(), inputs, _differentiable)
 
 
 def _differentiable(value: Any) -> bool | None:

@@ -141,8 +141,7 @@ class Collective:
     @cached_property
     def dtype(self) -> torch.dtype:
         """dtype of its values, even if they are sent as bytes."""
-        dtype: torch.dtype = sent_as_bytes(self.start) or self.start.meta["val"].dtype
-        return dtype
+        return sent_as_bytes(self.start) or self.start.meta["val"].dtype
 
     @cached_property
     def rows(self) -> int | None:

@@ -148,8 +148,7 @@ def set_work(node: fx.Node, work: Work) -> None:
 
 def work_of(node: fx.Node) -> Work | None:
     """Return the noted cost; None for nodes whose sizes give it."""
-    work: Work | None = noted(node, _WORK_KEY)
-    return work
+    return noted(node, _WORK_KEY)
 
 
 def result_bytes(node: fx.Node, hints: SizeHints) -> int:

@@ -235,7 +235,7 @@ def status() -> Status:
     for finder in sys.meta_path:
         # By name: this package may have been removed from sys.modules and imported again.
         if type(finder).__name__ == PatchedFinder.__name__:
-            return finder.status  # type: ignore[attr-defined, no-any-return]
+            return finder.status  # type: ignore[attr-defined]
     tree = find_torch()
     return Status("native" if tree.has_hook_entries() else "none", tree.version)
 
@@ -358,8 +358,7 @@ def _execute(module: ModuleType, source: bytes) -> dict[str, Any]:
     finally:
         del sys.modules[scratch.__name__]
         linecache.cache.pop(filename, None)
-    entries: dict[str, Any] = vars(scratch)["_config"]
-    return entries
+    return vars(scratch)["_config"]
 
 
 def group_descs(mesh: DeviceMesh) -> list[str]:

@@ -339,8 +339,7 @@ def _before_cast(cuts: Sequence[Cut]) -> torch.dtype:
         node = node.all_input_nodes[0]
     if node.target in (_aten._to_copy.default, torch.ops.prims.convert_element_type.default):
         node = node.all_input_nodes[0]
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
+    return node.meta["val"].dtype
 
 
 def _prepares(node: fx.Node) -> bool:

@@ -123,8 +123,7 @@ class _Digests(fx.Interpreter):
         """Run the graph, and release its inputs."""
         inputs = tuple(args)
         args.clear()
-        result: Sequence[Any] = self.run(*inputs)
-        return result
+        return self.run(*inputs)
 
     def run_node(self, n: fx.Node) -> Any:
         if str(n.target) in _SEEDED:

@@ -24,7 +24,7 @@ from .._torch import paused_gc
 from .._torch.aot import stage_of
 from ..bucketing.pack import PayloadKey, merge_and_report
 from ..bucketing.plan import BucketPlanner, ByCap, Eligible, Groups, check_groups
-from ..errors import BoundNotKeptWarning, check_argument
+from ..errors import BoundNotKeptWarning, check_argument, check_count
 from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Precedence
 from ..graph.liveness import workspace_text
@@ -86,12 +86,9 @@ def schedule(
     """
     policies = policies_of(policy)
     check_argument("machine", machine, Machine)
-    options = {"external_live_bytes": external_live_bytes}
+    check_count("external_live_bytes", external_live_bytes)
     if reference_bytes is not None:
-        options["reference_bytes"] = reference_bytes
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be a number of bytes, got {value!r}")
+        check_count("reference_bytes", reference_bytes)
     graph = graph_of(gm)
     hints = SizeHints.of(size_hints)
 

@@ -134,7 +134,7 @@ class TrainStep:
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor | None:
         """Return the scale as the gradient of the loss; backward then makes scaled gradients."""
-        return None if self._scaler is None else self._scaler.scale(torch.ones_like(loss))  # type: ignore[no-any-return]
+        return None if self._scaler is None else self._scaler.scale(torch.ones_like(loss))
 
     def accumulate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Add the gradients of a microbatch to ``grad``, reduced; return its loss, detached.

@@ -159,7 +159,7 @@ def _of_transformers(name: str) -> _Made:
 
     def loss(output: Any, inputs: Any) -> torch.Tensor:
         if getattr(output, "loss", None) is not None:
-            return output.loss  # type: ignore[no-any-return]
+            return output.loss
         values = output[0] if isinstance(output[0], torch.Tensor) else output[0][0]
         return values.float().mean()
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
-from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
 
 from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
@@ -104,8 +103,7 @@ class _Experiments:
         self.order, causes, self.failed = trial.from_rank_0((self.order, causes, self.failed))
         if trial.options.backend == "inductor":
             trial.say("all ranks: aot_eager")
-            names = self.take(trial.passes)
-            if names and "Inductor" not in [cause.name for cause in causes]:
+            if names := self.take(trial.passes):
                 causes.append(_cause("Inductor", names))
         for on_all in _ON_ALL_RANKS:
             causes += on_all(self)
@@ -127,9 +125,9 @@ class _Experiments:
         place = {name: number for number, name in enumerate(self.order)}
         return tuple(sorted(names, key=lambda name: place.get(name, len(place))))
 
-    def on_one(self, way: str, again: bool = False) -> Hashes:
+    def on_one(self, way: str) -> Hashes:
         """Compute gradients on this rank alone, in one of ``_WAYS``."""
-        if again or way not in self.on_one_by_way:
+        if way not in self.on_one_by_way:
             self.trial.say(f"one rank: {way}")
             torch.compiler.reset()
             model = self.trial.plain()
@@ -152,7 +150,6 @@ _WAYS: dict[str, Callable[[nn.Module], Run]] = {
     "eager": lambda model: model,
     "Dynamo": lambda model: torch.compile(model, backend="eager"),
     "AOTAutograd": lambda model: torch.compile(model, backend=backend("aot_eager", agree=False)),
-    "Inductor": lambda model: torch.compile(model, backend=backend("inductor", agree=False)),
 }
 """Stages of the compiler that a model runs through."""
 
@@ -163,17 +160,6 @@ def _traced(name: str, before: str, after: str, search: _Experiments) -> Iterato
         module = _first_module(search, (before, after))
         where = f"module {module}" if module else "no module by itself"
         yield _cause(name, names, f". The first is {where}")
-
-
-def _inductor(search: _Experiments) -> Iterator[Cause]:
-    if search.trial.options.backend != "inductor":
-        return
-    before = search.on_one("AOTAutograd")
-    if names := search.ordered(unlike(before, search.on_one("Inductor"))):
-        with inductor_config.patch(emulate_precision_casts=True):
-            unequal = unlike(before, search.on_one("Inductor", again=True))
-        detail = f". With emulate_precision_casts {len(unequal)} of these {len(names)} still differ"
-        yield _cause("Inductor", names, detail)
 
 
 def _first_module(search: _Experiments, ways: tuple[str, str]) -> str:
@@ -325,7 +311,6 @@ _Experiment = Callable[[_Experiments], Iterator[Cause]]
 _ON_ONE_RANK: dict[str, _Experiment] = {
     "Dynamo": partial(_traced, "Dynamo", "eager", "Dynamo"),
     "decompositions": partial(_traced, "decompositions", "Dynamo", "AOTAutograd"),
-    "Inductor": _inductor,
 }
 _ON_ALL_RANKS: Sequence[_Experiment] = (
     _no_collective,
@@ -358,7 +343,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "write that operator in elementary ones, like RMSNorm in testing.training",
     ),
     "Inductor": (
-        "Inductor's fused kernels on one rank keep values in float32 that eager rounds",
+        "Inductor's fused kernels keep values in float32 that eager rounds",
         "set torch._inductor.config.emulate_precision_casts = True if eager's bits are needed, or "
         "compare with aot_eager",
     ),

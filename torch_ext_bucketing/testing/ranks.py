@@ -2,7 +2,7 @@
 
 One rank's failure ends all ranks. They also end, with their child processes, when the caller of
 :func:`run_ranks` is gone. Ranks meet through a file in a temporary folder, not a port, so any
-number of runs can share a machine. Only the standard library is imported here.
+number of runs can share a machine. torch is not imported here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
+
+from ..errors import check_count, check_positive
 
 T = TypeVar("T")
 
@@ -97,10 +99,8 @@ def run_ranks(
         on_message: called in this process with ``(rank, message)`` for each :meth:`Rank.send`. Its
             exceptions end the ranks and reach the caller.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    check_count("world_size", world_size, least=1)
+    check_positive("timeout_s", timeout_s, "number of seconds")
     with tempfile.TemporaryDirectory(prefix="torch-ext-bucketing-") as folder:
         run = _Run(world_size, Path(folder), timeout_s)
         try:

@@ -322,8 +322,7 @@ group's methods release the lock first.
 
 
 def _to_gloo(self: RingProcessGroup, name: str, *args: object, **kwargs: object) -> dist.Work:
-    work: dist.Work = self._in_flight.run(getattr(self._plain, name), *args, **kwargs)
-    return work
+    return self._in_flight.run(getattr(self._plain, name), *args, **kwargs)
 
 
 for _name in _GLOO_OPS:

@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import check_count
+
 _LARGEST_ITEM = 16  # bytes of a complex128: a piece never splits an element of any dtype
 
 
@@ -55,9 +57,7 @@ class RingTopology:
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "channels", "chunk_bytes"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"RingTopology: {name} must be a positive integer, got {value!r}")
+            check_count(name, getattr(self, name), least=1)
         if self.chunk_bytes % _LARGEST_ITEM:
             raise ValueError(
                 f"RingTopology: chunk_bytes={self.chunk_bytes} is not a multiple of "

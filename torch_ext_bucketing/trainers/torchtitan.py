@@ -342,8 +342,7 @@ class _Released:
         if not self.state.unsharded_param_values:
             values = self.inner.unshard_params(self.state.flat_param_values)
             self.state.unsharded_param_values = values
-        gathered: list[Any] = self.state.unsharded_param_values
-        return gathered
+        return self.state.unsharded_param_values
 
     def let_go(self, saved: Sequence[Any]) -> tuple[Any, ...]:
         """Replace views of gathered parameters in ``saved`` by their layouts."""
