@@ -207,6 +207,7 @@ class Contraction:
         self._open = _Contracted()
 
     def _project(self, analysis: GraphAnalysis) -> None:
+        """Find the starts that each start needs, its epoch, and a barrier after its cast."""
         writes = dict.fromkeys(self._writes)
         needs: dict[fx.Node, _Starts] = {}
         uses: dict[fx.Node, int] = {}

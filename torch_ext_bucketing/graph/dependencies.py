@@ -108,26 +108,22 @@ class Writes:
 
 
 def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    place = position[write]
-    after: dict[fx.Node, None] = {write: None}  # the aliases made of the write's result
-    inside = dict.fromkeys(aliases)
+    """Return whether edges order a write against all readers of a tensor's ``aliases``."""
+    of_result: dict[fx.Node, None] = {write: None}  # the aliases that are made of its result
     for alias in aliases:
-        if alias is not write and any(arg in after for arg in alias.all_input_nodes):
-            after[alias] = None
-    for alias in aliases:
-        if alias in after:
+        if alias is not write and any(arg in of_result for arg in alias.all_input_nodes):
+            of_result[alias] = None
+    known = dict.fromkeys(aliases)
+    readers = (user for alias in aliases if alias not in of_result for user in alias.users)
+    for user in readers:
+        if user in of_result:
             continue
-        for user in alias.users:
-            if user is write or user in after:
-                continue
-            if position[user] > place:
-                # A later reader of the old alias: nothing but its place puts it after the write.
-                if not any(arg in after for arg in user.all_input_nodes):
-                    return False
-            elif user not in inside and not (
-                is_collective(user) and _leads_to(user, write, position)
-            ):
+        if position[user] > position[write]:
+            # A later reader of an old alias: nothing but its place puts it after the write.
+            if not any(arg in of_result for arg in user.all_input_nodes):
                 return False
+        elif user not in known and not (is_collective(user) and _leads_to(user, write, position)):
+            return False
     return True
 
 

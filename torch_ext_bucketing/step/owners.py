@@ -49,24 +49,24 @@ def choose_owners(
     """
     least = [(load, rank) for rank, load in enumerate(loads)]
     heapify(least)
-    owners, guests = [0] * len(costs), [list[int]() for _ in loads]
+    owners, at_home = [0] * len(costs), [list[int]() for _ in loads]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         while least[0][0] != loads[least[0][1]]:
             heappop(least)  # this rank has more by now
         _, owner = least[0]
         if homes and homes[i]:
             owner = min(homes[i], key=lambda r: (loads[r], r))
-            guests[owner].append(i)
+            at_home[owner].append(i)
         owners[i] = owner
         loads[owner] += costs[i]
         heappush(least, (loads[owner], owner))
-    # From home on, one matrix at a time moves from the busiest rank to the one with the least load.
+    # Matrices leave home again, the busiest rank's cheapest first, to the rank with the least load.
     while homes:
         busiest = max(range(len(loads)), key=loads.__getitem__)
         free = min(range(len(loads)), key=loads.__getitem__)
-        if loads[busiest] * len(loads) <= BALANCED * sum(loads) or not guests[busiest]:
+        if loads[busiest] * len(loads) <= BALANCED * sum(loads) or not at_home[busiest]:
             break
-        i = guests[busiest].pop()  # the cheapest
+        i = at_home[busiest].pop()
         if loads[free] + costs[i] >= loads[busiest]:
             break
         owners[i] = free
