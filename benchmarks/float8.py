@@ -34,8 +34,7 @@ from benchmarks.parallel import Layout, shard_llama, start_world
 from benchmarks.tracing import Say, copy_graph, trace_model
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import kind_of, tag_of, wire_bytes
-from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.merge_amax import MergeAmax
+from torch_ext_bucketing.passes.combine_uses import CombineUses, MergeAmax
 from torch_ext_bucketing.reports.base import columns
 
 WAYS = ("bfloat16", "float8", "float8, amax one by one")

@@ -117,7 +117,6 @@ def test_the_core_does_not_import_the_planner():
 
 
 REWRITES = {
-    "passes.merge_amax",
     "passes.combine_uses",
     "passes.reshard_to",
     "passes.add_by_unit",

@@ -9,8 +9,8 @@ does. This module exports what most programs need. The rest is imported from its
 - ``passes.park.Park``: activations in host memory, by module;
 - ``passes.pipeline.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``trainers.torchtitan``, ``trainers.torchtitan_eager``: torchtitan's two trainers;
-- ``passes.combine_uses``, ``passes.add_by_unit``, ``passes.reduce_scatter_first``,
-  ``passes.merge_amax``: the passes that ``MatchFSDP2`` stands for;
+- ``passes.combine_uses``, ``passes.add_by_unit``, ``passes.reduce_scatter_first``: the passes that
+  ``MatchFSDP2`` stands for;
 - ``passes.pipeline.in_order``: lists the passes that run for a recipe's list;
 - ``fsdp.ReduceOnce``: several backward calls, one reduction;
 - ``planner.cost.machine.Level``, ``H100``: networks and machines for the cost model;

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .commands import demo, explain, measure
-from .testing import comparison
+from .testing import compare_cli
 from .testing.ranks import RankError
 from .testing.target import TargetError
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="command", dest="command")
-    for subcommand in (demo, comparison, explain, measure):
+    for subcommand in (demo, compare_cli, explain, measure):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     command = f"{parser.prog} {args.command}"

@@ -26,8 +26,7 @@ from torch_ext_bucketing._torch.caches import watched_caches
 from torch_ext_bucketing.errors import NoUuidError
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.passes.add_by_unit import AddByUnit
-from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.merge_amax import MergeAmax
+from torch_ext_bucketing.passes.combine_uses import CombineUses, MergeAmax
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.planner.cost.machine import Level
 from torch_ext_bucketing.planner.scheduling import Estimate

@@ -40,8 +40,7 @@ from torch_ext_bucketing.graph.edits import Snapshot, unchanged_on_error
 from torch_ext_bucketing.graph.nodes import KINDS, Tag, kind_of, set_tag
 from torch_ext_bucketing.passes.add_by_unit import AddByUnit
 from torch_ext_bucketing.passes.base import GraphPass
-from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.merge_amax import MergeAmax
+from torch_ext_bucketing.passes.combine_uses import CombineUses, MergeAmax
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.scheduling import Estimate, schedule

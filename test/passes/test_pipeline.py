@@ -12,8 +12,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.errors import PassOrderError
 from torch_ext_bucketing.passes.add_by_unit import AddByUnit
 from torch_ext_bucketing.passes.base import ORDER, GraphPass
-from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.merge_amax import MergeAmax
+from torch_ext_bucketing.passes.combine_uses import CombineUses, MergeAmax
 from torch_ext_bucketing.passes.pipeline import DISABLE, Pipeline
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 

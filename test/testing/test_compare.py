@@ -16,7 +16,7 @@ from sharded_models import shard_by_parametrization
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.__main__ import main
-from torch_ext_bucketing.testing import comparison
+from torch_ext_bucketing.testing import compare_cli
 from torch_ext_bucketing.testing.comparison import CompareOptions, Comparison
 from torch_ext_bucketing.testing.experiments import (
     Payload,
@@ -214,7 +214,7 @@ def test_bad_input_is_named():
     ],
 )
 def test_bad_options_are_named_before_any_rank_starts(options, expected, monkeypatch, capsys):
-    monkeypatch.setattr(comparison, "run_ranks", None)
+    monkeypatch.setattr(compare_cli, "run_ranks", None)
     with pytest.raises(ValueError, match=expected):
         teb.testing.compare(models.sound, **options)
     given = [text for n, v in options.items() for text in (f"--{n.replace('_', '-')}", str(v))]

@@ -19,6 +19,15 @@ the sum::
 The sum has the dtype of the gathered parameter. Its terms keep the order of the gradients' arrival
 in autograd's engine. That is the order of their nodes, since the joint graph is recorded while
 autograd runs: ``((g3 + g2) + g1)``, whether or not some of them came through one read.
+
+A weight that is scaled to 8 bits by its largest value (amax) needs the maximum over all shards
+first: a small all-reduce before every all-gather, each as long as the network's latency.
+:class:`MergeAmax` merges them into one per process group. A maximum is exact, so bits do not
+change::
+
+    w1 -> max -> all_reduce -> wait -> ... -> mul -> ag      w1 -> max \
+                                                                        cat -> all_reduce -> ...
+    w2 -> max -> all_reduce -> wait -> ... -> mul -> ag      w2 -> max /
 """
 
 from __future__ import annotations
@@ -34,11 +43,22 @@ import torch.fx as fx
 
 from .._torch.aot import base_input, gradient_outputs, in_backward, same_shape
 from .._torch.inductor import sort_topologically
+from ..bucketing.pack import pack
 from ..fsdp.tagging import in_other_form
-from ..graph.analysis import GraphAnalysis
+from ..graph.analysis import GraphAnalysis, unmergeable
 from ..graph.dependencies import Writes, may_run_twice
 from ..graph.edits import ancestors, call, contiguous_copy
-from ..graph.nodes import group_name, group_size, is_view, kind_of, only_wait, tag_of, wire_bytes
+from ..graph.nodes import (
+    bucket_key,
+    group_name,
+    group_size,
+    is_view,
+    kind_of,
+    only_wait,
+    reduce_op,
+    tag_of,
+    wire_bytes,
+)
 from ..graph.values import (
     Cut,
     StructuralIds,
@@ -460,3 +480,58 @@ def _sum(
         with graph.inserting_after(total if total not in position and last is not value else last):
             total = call(graph, _aten.add.Tensor, total, value, like=like)
     return total
+
+
+# --- largest values ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AmaxReport(RewriteReport):
+    """The number of all-reduces in each merged one; the parameters of others are ``left``."""
+
+    rewrite = heading = "largest values merged"
+    merged: tuple[int, ...] = ()
+
+    def _lines(self) -> list[str]:
+        return [f"{number} all-reduces -> 1" for number in self.merged]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MergeAmax(GraphPass):
+    """Find the largest values of all parameters with one all-reduce per process group.
+
+    The first all-gather in 8 bits then waits for all values. See :mod:`.passes.combine_uses`.
+    """
+
+    stage = "joint"
+
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        # Only maxima that gathers of parameters wait for: others may be the model's own.
+        fqns: dict[fx.Node, dict[str, None]] = {}  # by all-reduce
+        for start in graph.nodes:
+            tag = tag_of(start)
+            if tag is not None and kind_of(start) == "all_gather":
+                for node in ancestors([start]):
+                    if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
+                        fqns.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
+        groups: dict[Any, list[fx.Node]] = {}
+        left_alone: list[LeftAlone] = []
+        # Merging moves the reads of all members to one place, so that no write may lie between.
+        writes = Writes(graph.nodes).unordered
+        for node in [n for n in graph.nodes if n in fqns]:
+            why = "the graph writes to tensors" if writes else unmergeable(node)
+            if not why and any(ancestor in fqns for ancestor in ancestors([node])):
+                why = "it depends on another of these all-reduces"
+            if why:
+                left_alone.append(LeftAlone(tuple(fqns[node]), why, node.name))
+            else:
+                groups.setdefault(bucket_key(node), []).append(node)
+        merged = [members for members in groups.values() if len(members) > 1]
+        for members in merged:
+            pack(graph, members, members, members[-1].next)
+        if merged:
+            sort_topologically(graph)
+            graph.lint()
+        if merged or left_alone:
+            report = AmaxReport(tuple(map(len, merged)), left=tuple(left_alone))
+            compilation.report.rewrites.append(report)

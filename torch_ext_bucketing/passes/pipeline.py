@@ -34,8 +34,7 @@ from .base import (
 )
 from .cache_key import brief, digest
 from .checks import warn_of_padding, warn_of_silence
-from .combine_uses import CombineUses
-from .merge_amax import MergeAmax
+from .combine_uses import CombineUses, MergeAmax
 from .reduce_scatter_first import ReduceScatterFirst
 from .tagging import TagParameters
 

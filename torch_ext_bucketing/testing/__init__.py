@@ -40,6 +40,6 @@ function returns, and finds why weights differ.
 
 from __future__ import annotations
 
-from .comparison import compare
+from .compare_cli import compare
 
 __all__ = ["compare"]
