@@ -8,7 +8,7 @@ import pytest
 
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.commands import demo as cli
-from torch_ext_bucketing.commands.demo import Run, RunRecord, Settings, text_of
+from torch_ext_bucketing.commands.demo import Run, Settings, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,10 +18,11 @@ def _runs(steps: int, *, ours: list[str], control: list[str]) -> dict[str, Run]:
     eager = [str(step) for step in range(steps)]
     named = {"eager": eager, "fsdp_order": ours, "graph_order": control}
 
-    def record(digests: list[str]) -> RunRecord:
-        return RunRecord(digests, [1.0] * steps, [5.0] * steps, before=9, after=3)
-
-    return {name: Run.of([record(eager), record(digests)]) for name, digests in named.items()}
+    other = {"loss": [1.0] * steps, "step_ms": [5.0] * steps, "before": 9, "after": 3}
+    return {
+        name: Run.of([{"digests": rank, **other} for rank in (eager, digests)])
+        for name, digests in named.items()
+    }
 
 
 def test_a_run_that_differs_from_eager_fails_and_says_where():

@@ -55,8 +55,8 @@ class Settings:
 
 
 @dataclass
-class RunRecord:
-    """One run on one rank: per step SHA-256 of the shards, loss, and wall time in milliseconds.
+class Run:
+    """One run: per step hashes of all weights, mean losses, and one rank's time in milliseconds.
 
     ``before`` and ``after`` are collectives per step before and after bucketing.
     """
@@ -66,6 +66,18 @@ class RunRecord:
     step_ms: list[float]
     before: int
     after: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Run:
+        """Combine the ranks' fields; their digests are of their own shards."""
+        digests = map(whole_digest, zip(*(fields["digests"] for fields in ranks), strict=True))
+        loss = map(statistics.fmean, zip(*(fields["loss"] for fields in ranks), strict=True))
+        return cls(**{**ranks[0], "digests": list(digests), "loss": list(loss)})
+
+    def unlike(self, other: Run) -> list[int]:
+        """List the steps, from 1, after which weights differ."""
+        pairs = zip(self.digests, other.digests, strict=True)
+        return [step for step, (ours, others) in enumerate(pairs, 1) if ours != others]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -103,31 +115,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result["fsdp_order"].digests == result["eager"].digests else 1
 
 
-def _train_rank(rank: Rank, settings: Settings) -> dict[str, RunRecord]:
+def _train_rank(rank: Rank, settings: Settings) -> dict[str, dict[str, Any]]:
     # Only ranks import torch.
     from ..testing.ring import RingTopology, ring_rank
     from .demo_train import train_rank
 
     with ring_rank(rank, RingTopology(settings.ranks // settings.nodes)):
-        return train_rank(rank, settings)
-
-
-@dataclass
-class Run(RunRecord):
-    """One run on all ranks: hashes of all weights, mean losses, and the first rank's times."""
-
-    @classmethod
-    def of(cls, ranks: Sequence[RunRecord]) -> Run:
-        first = ranks[0]
-        # Ranks hash their own shards; a hash of these stands for all weights.
-        digests = map(whole_digest, zip(*(r.digests for r in ranks), strict=True))
-        loss = map(statistics.fmean, zip(*(r.loss for r in ranks), strict=True))
-        return cls(list(digests), list(loss), first.step_ms, first.before, first.after)
-
-    def unlike(self, other: Run) -> list[int]:
-        """List the steps, from 1, after which weights differ."""
-        pairs = zip(self.digests, other.digests, strict=True)
-        return [step for step, (ours, others) in enumerate(pairs, 1) if ours != others]
+        return train_rank(rank, settings.steps, settings.layers, LABELS)
 
 
 def text_of(settings: Settings, runs: Mapping[str, Run]) -> str:

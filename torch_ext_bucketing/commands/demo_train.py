@@ -5,6 +5,7 @@ The runs share weights, text and optimizer, and differ only in how gradients and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,18 +25,22 @@ from ..testing.comparison import CompareOptions
 from ..testing.ranks import Rank
 from ..testing.training import ModelConfig, Training, Transformer, count_collectives
 from ..testing.trial import Run, Trial
-from .demo import LABELS, RunRecord, Settings
 
 
-def train_rank(rank: Rank, settings: Settings) -> dict[str, RunRecord]:
-    """Train on one rank of a ring group. Rank 0 sends lines of progress."""
-    config = ModelConfig(vocab=text.VOCAB, layers=settings.layers, hidden=352)
+def train_rank(
+    rank: Rank, steps: int, layers: int, labels: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Train on one rank of a ring group; return the fields of each run, by name.
+
+    Rank 0 sends lines of progress with the runs' labels.
+    """
+    config = ModelConfig(vocab=text.VOCAB, layers=layers, hidden=352)
     batches = partial(text.batch, size=2, seq=config.max_seq)
     options = CompareOptions(
         lambda: (Transformer(config, dtype=torch.bfloat16), batches),
-        units=[*(f"blocks.{i}" for i in range(settings.layers)), ""],
-        ranks=settings.ranks,
-        nodes=settings.nodes,
+        units=[*(f"blocks.{i}" for i in range(layers)), ""],
+        ranks=rank.world_size,
+        nodes=1,  # the caller lays them out
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.bfloat16,
     )
@@ -53,23 +58,22 @@ def train_rank(rank: Rank, settings: Settings) -> dict[str, RunRecord]:
         model, compilers[name], run = trial.ours(partial(_passes, name == "fsdp_order"))
         runs[name] = training(model, run)
     called: dict[str, int] = {}
-    for step in range(settings.steps):
+    for step in range(steps):
         for name, train in runs.items():
             if step == 0:
-                trial.say(f"first step of: {LABELS[name]}")
+                trial.say(f"first step of: {labels[name]}")
             counting = count_collectives() if name == "eager" else nullcontext(called)
             dist.barrier()  # a run's time must not include stragglers of another run
             with counting as called:
                 train.take()
-        if (step + 1) % max(1, settings.steps // 5) == 0:
-            trial.say(f"step {step + 1} of {settings.steps}")
+        if (step + 1) % max(1, steps // 5) == 0:
+            trial.say(f"step {step + 1} of {steps}")
     number = sum(called.values())
-    records = {"eager": RunRecord(**vars(runs["eager"].done), before=number, after=number)}
+    records = {"eager": {**vars(runs["eager"].done), "before": number, "after": number}}
     for name, compiler in compilers.items():
         (report,) = compiler.reports  # Dynamo has reused no other run's graph
-        before, after = report.collectives_before, report.collectives_after
-        record = vars(runs[name].done)
-        records[name] = RunRecord(**record, before=sum(before.values()), after=sum(after.values()))
+        counts = (sum(n.values()) for n in (report.collectives_before, report.collectives_after))
+        records[name] = vars(runs[name].done) | dict(zip(("before", "after"), counts, strict=True))
     return records
 
 
