@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NewType
 
 import torch
 import torch.fx as fx
@@ -246,6 +246,10 @@ def may_run_twice(node: fx.Node) -> bool:
 _READ_CONTENTS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
 
+Place = NewType("Place", int)
+"""A node, by its place among those that an order moves, from 0."""
+
+
 class Precedence:
     """Dependencies between nodes in topological order, by their places from 0.
 
@@ -254,23 +258,23 @@ class Precedence:
         needed_by: per node, the places of the nodes that depend on it, ascending.
     """
 
-    def __init__(self, nodes: list[fx.Node], needs: Iterable[Collection[int]]) -> None:
+    def __init__(self, nodes: list[fx.Node], needs: Iterable[Collection[Place]]) -> None:
         self.nodes = nodes
         self.needs = [sorted(places) for places in needs]
-        self.needed_by: list[list[int]] = [[] for _ in nodes]
+        self.needed_by: list[list[Place]] = [[] for _ in nodes]
         for i, needed in enumerate(self.needs):
             for j in needed:
-                self.needed_by[j].append(i)
+                self.needed_by[j].append(Place(i))
 
     def is_order(self, order: Sequence[int]) -> bool:
         """Return whether ``order`` has every node once, after all nodes that it depends on."""
-        place = {i: at for at, i in enumerate(order)}
-        return len(place) == len(order) == len(self.nodes) and all(
-            i in place and all(place[j] < place[i] for j in needed)
+        position = {i: k for k, i in enumerate(order)}
+        return len(position) == len(order) == len(self.nodes) and all(
+            i in position and all(position[j] < position[i] for j in needed)
             for i, needed in enumerate(self.needs)
         )
 
-    def runs_after(self, i: int, others: Collection[int]) -> bool:
+    def runs_after(self, i: Place, others: Collection[Place]) -> bool:
         """Return whether node ``i`` depends on all ``others``, itself among them or not."""
         missing = {j for j in others if j != i}
         # Nodes before the first of them can't lead to any.
@@ -294,9 +298,9 @@ class Dependencies(Precedence):
 
     def __init__(self, everything: list[fx.Node], writes: Writes) -> None:
         self.nodes = [n for n in everything if n.op not in ("placeholder", "get_attr", "output")]
-        self.index: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
-        self.group: dict[int, str] = {}
-        needs: list[dict[int, None]] = []
+        self.index: dict[fx.Node, Place] = {n: Place(i) for i, n in enumerate(self.nodes)}
+        self.group: dict[Place, str] = {}
+        needs: list[dict[Place, None]] = []
         before: set[fx.Node] = set()
         for node in everything:
             for arg in node.all_input_nodes:
@@ -311,7 +315,7 @@ class Dependencies(Precedence):
         self._order_chains(needs)
         super().__init__(self.nodes, needs)
 
-    def _order_writes(self, writes: Writes, needs: list[dict[int, None]]) -> None:
+    def _order_writes(self, writes: Writes, needs: list[dict[Place, None]]) -> None:
         for write in writes.unordered:
             write_place = self.index[write]
             aliases = (a for root in writes.by_writer[write] for a in writes.aliases[root])
@@ -326,26 +330,26 @@ class Dependencies(Precedence):
                     waits = (self.index[w] for w in node.users if launched_by(w) is node)
                     needs[write_place].update(dict.fromkeys(w for w in waits if w < write_place))
 
-    def _order_assertions(self, needs: list[dict[int, None]]) -> None:
-        for i, node in enumerate(self.nodes):
+    def _order_assertions(self, needs: list[dict[Place, None]]) -> None:
+        for node, i in self.index.items():
             if not is_assertion(node):
                 continue
             for value in _asserted(node):
                 for user in value.users:
-                    place = self.index.get(user, -1)
+                    place = self.index.get(user, i)
                     if place > i and not is_assertion(user):
                         needs[place][i] = None
 
-    def _order_chains(self, needs: list[dict[int, None]]) -> None:
-        last: dict[Any, int] = {}
-        barrier = -1
-        for i, node in enumerate(self.nodes):
+    def _order_chains(self, needs: list[dict[Place, None]]) -> None:
+        last: dict[Any, Place] = {}
+        barrier = Place(-1)
+        for node, i in self.index.items():
             if barrier >= 0:
                 needs[i][barrier] = None
             if _is_barrier(node):
                 # The nodes since the last barrier come before this one, and all later ones after.
                 for j in range(barrier + 1, i):
-                    needs[i][j] = None
+                    needs[i][Place(j)] = None
                 barrier = i
                 continue
             chain: Any = None

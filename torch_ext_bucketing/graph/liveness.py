@@ -24,7 +24,7 @@ from .._torch import aot as _aot
 from .._torch.aot import stage_of
 from .._torch.inductor import cublas_workspace_bytes
 from .._torch.without_device import stands_for_cuda
-from .dependencies import Dependencies, Precedence, written_values
+from .dependencies import Dependencies, Place, Precedence, written_values
 from .fusion import Fused
 from .layout import Layout
 from .nodes import (
@@ -138,15 +138,15 @@ def with_fused(
     - A buffer that a kernel reads last, in any order, holds a result of equal size.
     """
     at_start = {s for touched in live.touches for s in touched}
-    size, touches, row = list(live.size), list[tuple[int, ...]](), dict[fx.Node, int]()
+    size, touches, row = list(live.size), list[tuple[int, ...]](), dict[fx.Node, Place]()
     for i, (node, new) in enumerate(zip(dependencies.nodes, live.allocates, strict=True)):
         at_start.difference_update(new)
-        row.setdefault(node, i)
+        row.setdefault(node, Place(i))
     # A half of a joint graph does not have the storages of the other half.
     present = {*at_start, *(s for new in live.allocates for s in new)}
     # Storages that hold no node's result, such as a bucket's buffer, keep their uses.
     others = present.difference(s for used in of_node.values() for s in used)
-    touched_by: dict[int, list[int]] = {}
+    touched_by: dict[int, list[Place]] = {}  # by storage
     for i, (node, new, used) in enumerate(
         zip(dependencies.nodes, live.allocates, live.touches, strict=True)
     ):
@@ -164,7 +164,7 @@ def with_fused(
             used = tuple(dict.fromkeys((*used, *more)))
         touches.append(used)
         for s in used:
-            touched_by.setdefault(s, []).append(i)
+            touched_by.setdefault(s, []).append(Place(i))
     allocates = list(live.allocates)
     runs_at = {n: first for n, first in kernels.runs_at.items() if n in row and first in row}
     for node, first in runs_at.items():

@@ -490,7 +490,7 @@ class ModelAnalysis:
 
     def _last_kernels(self, model: NodeTable, i: int) -> list[int]:
         """List the kernels that ``i`` needs with only lazy nodes between."""
-        last, seen, stack = [], {i}, [i]
+        last, seen, stack = list[int](), {i}, [i]
         while stack:
             node = stack.pop()
             for j in model.dependencies.needs[node]:

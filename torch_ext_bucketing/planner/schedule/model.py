@@ -107,7 +107,7 @@ class Model(NodeTable):
         return reached
 
     @cached_property
-    def needed_values(self) -> list[list[int]]:
+    def needed_values(self) -> Sequence[Sequence[int]]:
         """The dependencies of each node, without the launch order."""
         return [
             needed if self.group[i] is None else [j for j in needed if self.group[j] is None]
@@ -258,7 +258,7 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         dependencies=dependencies,
         liveness=graph.liveness,
         ms=ms,
-        group=[dependencies.group.get(i) for i in range(len(nodes))],
+        group=[dependencies.group.get(i) for i in index.values()],
         start_of=[-1 if (s := launched_by(n)) is None else index[s] for n in nodes],
         compute=[is_compute(n) for n in nodes],
         reduces=[replaced_kind(n) == "reduce_scatter" for n in nodes],
