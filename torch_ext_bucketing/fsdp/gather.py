@@ -296,7 +296,8 @@ def attach(
     *part: Any,
 ) -> torch.Tensor:
     """Connect ``full``, which was gathered from ``shard``, to it: backward reduces the gradient."""
-    return _Gather.apply(shard, unreduced, reduction, full, *part)
+    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, *part)
+    return attached
 
 
 _empty: dict[Any, torch.Tensor] = {}
