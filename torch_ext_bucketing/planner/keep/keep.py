@@ -18,13 +18,15 @@ bytes and times. So the search is as long for 126 layers as for 8. It has three 
 - Change the number of one kind, by all, half or one, and make room or fill it for that.
 
 Backward's time in the order found for nothing kept ranks the choices, and whole schedules confirm
-the first ones. Ties and ranks don't depend on clocks or hash order, so all ranks choose alike.
+the first ones. A choice is given up once its step must be longer than the best one. Ties and ranks
+don't depend on clocks or hash order, so all ranks choose alike.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +36,9 @@ from ..._torch import paused_gc
 from ...graph.nodes import pinned_bytes
 from ...reports.base import size_text
 from ...reports.planner import KeepReport, KeptUnit
+from ..schedule.list_schedule import ROUNDING
 from ..schedule.model import Model
-from ..schedule.orders import rank, schedule_model
+from ..schedule.orders import rank, schedule_model, schedule_within
 from ..schedule.policy import Overlap, Policy, policies_of, within
 from ..schedule.timeline import step_ms
 from .held import HeldUnits
@@ -160,22 +163,37 @@ class KeepPlanner:
             confirmed.append(again)
         return min(confirmed)
 
-    def scheduled(self, kept: Collection[int], limit: int, parked: Collection[int] = ()) -> Outcome:
-        """Schedule both halves with a choice under a bound in bytes, once; park saved storages."""
+    def scheduled(
+        self,
+        kept: Collection[int],
+        limit: int,
+        parked: Collection[int] = (),
+        at_most_ms: float = math.inf,
+    ) -> Outcome:
+        """Schedule both halves with a choice under a bound in bytes, once; park saved storages.
+
+        A step that is longer than ``at_most_ms`` is infinite in the outcome.
+        """
         kept = self._distinct(kept)
         parkable = self.partitioned.could_park(kept) if parked else ()
         key = kept, limit, frozenset(s for s in parked if s in parkable)
         if key not in self._outcomes:
-            self._outcomes[key] = self._scheduled(*key)
+            outcome = self._scheduled(*key, at_most_ms)
+            if math.isinf(outcome.step_ms):
+                return outcome
+            self._outcomes[key] = outcome
         return self._outcomes[key]
 
-    def _scheduled(self, kept: _Set, limit: int, parked: _Set) -> Outcome:
+    def _scheduled(self, kept: _Set, limit: int, parked: _Set, at_most_ms: float) -> Outcome:
         # A choice mostly changes backward: forward's order stays while its peak is under the bound.
         self.tried += 1
         forward, backward = self.partitioned.with_parked(kept, parked)
         known_forward = None if parked else self._known_forward(forward, limit)
         first = known_forward or self._schedule(0, forward, limit, not parked)
-        second = self._schedule(1, backward, limit)
+        assert first is not None
+        second = self._schedule(1, backward, limit, at_most_ms=(at_most_ms - first[0]) * ROUNDING)
+        if second is None:
+            return Outcome(kept, math.inf, 0, 0, math.inf, parked)
         peak = max(first[1], second[1])
         misses = first[2] + second[2]
         nbytes = sum(pinned_bytes(forward.liveness.size[s]) for s in parked)
@@ -195,18 +213,33 @@ class KeepPlanner:
         return (step, peak, misses, order) if peak <= limit else None
 
     def _schedule(
-        self, half: int, model: Model, limit: int, store: bool = True
-    ) -> tuple[float, int, float, Sequence[int]]:
-        reference = model.liveness.peak(range(len(model)))
+        self,
+        half: int,
+        model: Model,
+        limit: int,
+        store: bool = True,
+        at_most_ms: float = math.inf,
+    ) -> tuple[float, int, float, Sequence[int]] | None:
+        """Return a half's step, peak, misses and order; None: it takes more than ``at_most_ms``."""
+        reference = max(model.liveness.own_profile, default=model.liveness.at_start)
         policies = within(self._policies, limit, reference)
         bound = limit
-        report, order, _ = schedule_model(model, policies, reference, quick=True)
+        made = schedule_within(at_most_ms, model, policies, reference, quick=True)
+        if made is None:
+            return None
+        if made.report.misses and at_most_ms < math.inf:  # a longer order may keep the bound
+            made = schedule_model(model, policies, reference, quick=True)
+        report, order, _ = made
         if _FASTER * min(a[1] for a in report.alternatives) < report.step_ms[1]:
             lower = limit - 2 * self._largest
             tighter = within(policies, lower, reference)
-            again, other, _ = schedule_model(model, tighter, reference, quick=True)
-            if again.peak_bytes[1] <= limit and again.step_ms[1] < report.step_ms[1]:
-                bound, report, order = lower, again, other
+            again = schedule_within(report.step_ms[1], model, tighter, reference, quick=True)
+            if (
+                again is not None
+                and again.report.peak_bytes[1] <= limit
+                and again.report.step_ms[1] < report.step_ms[1]
+            ):
+                bound, report, order = lower, again.report, again.order
         above = max(0, report.peak_bytes[1] - bound) / max(1, bound)
         misses = max(0.0, report.misses - above)
         if model is self.partitioned.backward:
@@ -249,7 +282,7 @@ class KeepPlanner:
 
         def schedule(kept: Iterable[_Set], most: int) -> None:
             for one in itertools.islice((o for o in kept if o not in seen), max(0, most)):
-                seen[one] = self.scheduled(one, limit)
+                seen[one] = self.scheduled(one, limit, at_most_ms=_useful_ms(seen.values()))
 
         schedule([frozenset(), self._distinct(least)], most)
         by_choice = dict[_Set, tuple[tuple[float, int], Sequence[int]]]()
@@ -276,7 +309,11 @@ class KeepPlanner:
             schedule([self._distinct(self._fitting(room, ranked, least))], most - len(seen))
         # An order may need less memory than the graph's. If choices missed the bound, it may need
         # as much less as those that kept the bound show.
-        held = [self._held.peak_bytes(one.kept) for one in seen.values() if not one.above]
+        held = [
+            self._held.peak_bytes(one.kept)
+            for one in seen.values()
+            if not one.above and not math.isinf(one.step_ms)
+        ]
         most_bytes = max([limit, *held]) if missed else limit + self._largest
         # A ranking of whole gathers has no parts of them.
         everything = dict.fromkeys((*ranked, *self._ranked))
@@ -332,7 +369,8 @@ class KeepPlanner:
                     return best
                 left -= 1
                 kept, parked = key
-                seen[key] = unexplored[key] = self.scheduled(kept, limit, parked)
+                useful_ms = _useful_ms([best])
+                seen[key] = unexplored[key] = self.scheduled(kept, limit, parked, useful_ms)
                 if seen[key] < best:
                     best = seen[key]
                     break
@@ -592,6 +630,13 @@ class KeepPlanner:
                 f"{size_text(peaks[k])}, {size_text(peaks[k] - limit)} above {bound}"
             )
         return f"nothing is kept: no unit makes the step shorter under {bound}"
+
+
+def _useful_ms(outcomes: Iterable[Outcome]) -> float:
+    """Return the longest step of a choice that may be better than all ``outcomes``."""
+    best = min(outcomes, default=None)
+    keeps_bounds = best is not None and not best.above and not best.misses
+    return best.step_ms if best is not None and keeps_bounds else math.inf
 
 
 def _parts_of(some: Sequence[int]) -> list[Sequence[int]]:

@@ -239,14 +239,15 @@ class PartitionedModel:
         for i in others:
             reads[i] = self.backward.start_of[i] >= 0
         for i, readers, owners in self._again:
-            if (owners and owners <= gone) or not any(reads[j] for j in readers):
+            if (owners and owners <= gone) or not any(map(reads.__getitem__, readers)):
                 runs[i] = reads[i] = 0
                 removed.append(i)
         for i in others:
             reads[i] = 0
         allocated = [s for i in reversed(removed) for s in live.allocates[i]]
-        held = tuple(s for s in allocated if any(reads[j] for j in touched_by[s]))
-        dropped = tuple(s for s in self._saved if not any(reads[j] for j in touched_by[s]))
+        read = {s for s in (*allocated, *self._saved) if any(map(reads.__getitem__, touched_by[s]))}
+        held = tuple(s for s in allocated if s in read)
+        dropped = tuple(s for s in self._saved if s not in read)
         return Stay(runs, (*held, *(s for part in parts for s in part.made)), dropped, parts)
 
     def saved(self, kept: Collection[int]) -> frozenset[int]:
@@ -555,6 +556,9 @@ def _graph_of(model: Model) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         # As graph.node_copy(), which takes twice as long: it looks for sizes among the arguments.
         args, kwargs = fx.map_arg((node.args, node.kwargs), copy_of)
         copy = new[node] = graph.create_node(node.op, node.target, name=node.name)
-        copy.args, copy.kwargs, copy.meta = args, kwargs, dict(node.meta)
+        copy.meta.update(node.meta)  # to set an attribute takes as long as to create the node
+        copy.args = args
+        if kwargs:
+            copy.kwargs = kwargs
     graph.output(tuple(node for node in graph.nodes if not node.users))
     return graph, {copy: node for node, copy in new.items()}
