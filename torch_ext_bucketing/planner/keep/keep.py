@@ -130,6 +130,7 @@ class KeepPlanner:
         self._kinds = self._find_kinds()
         self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
         self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
+        self._given_up: dict[tuple[_Set, int, _Set], None] = {}
         self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._order: Sequence[int] = ()  # of backward with nothing kept
@@ -151,10 +152,8 @@ class KeepPlanner:
     def _confirmed(self, best: Outcome, limit: int) -> Outcome:
         """Return the best choice that keeps the bound with the kernels of its orders."""
         # Finding these for each choice that is scheduled would take a third of the planning time.
-        tried = (o for (_, bound, _), o in self._outcomes.items() if bound == limit)
-        others = sorted(one for one in tried if not one.parked and best < one)
         confirmed: list[Outcome] = []
-        for one in (best, *(() if best.above else others[: _FEW // 2])):
+        for one in self._next_after(best, limit):
             orders = self._orders[one.kept, limit, one.parked]
             peak = self.partitioned.peak_in(one.kept, orders)
             again = replace(one, peak_bytes=peak, above=max(0, peak - limit))
@@ -162,6 +161,17 @@ class KeepPlanner:
                 return again
             confirmed.append(again)
         return min(confirmed)
+
+    def _next_after(self, best: Outcome, limit: int) -> Iterator[Outcome]:
+        """Yield the best choice, and those that come next under a bound that it keeps."""
+        yield best
+        if best.above:
+            return
+        given_up = [kept for kept, bound, parked in self._given_up if bound == limit and not parked]
+        for kept in given_up[: _FEW // 2]:
+            self.scheduled(kept, limit)
+        tried = (o for (_, bound, _), o in self._outcomes.items() if bound == limit)
+        yield from sorted(one for one in tried if not one.parked and best < one)[: _FEW // 2]
 
     def scheduled(
         self,
@@ -180,6 +190,7 @@ class KeepPlanner:
         if key not in self._outcomes:
             outcome = self._scheduled(*key, at_most_ms)
             if math.isinf(outcome.step_ms):
+                self._given_up[key] = None
                 return outcome
             self._outcomes[key] = outcome
         return self._outcomes[key]
@@ -282,7 +293,9 @@ class KeepPlanner:
 
         def schedule(kept: Iterable[_Set], most: int) -> None:
             for one in itertools.islice((o for o in kept if o not in seen), max(0, most)):
-                seen[one] = self.scheduled(one, limit, at_most_ms=_useful_ms(seen.values()))
+                # One that exceeds the bound in the graph's order shows what other orders save.
+                useful_ms = _useful_ms(seen.values()) if self._fits(one, limit) else math.inf
+                seen[one] = self.scheduled(one, limit, at_most_ms=useful_ms)
 
         schedule([frozenset(), self._distinct(least)], most)
         by_choice = dict[_Set, tuple[tuple[float, int], Sequence[int]]]()
@@ -309,11 +322,7 @@ class KeepPlanner:
             schedule([self._distinct(self._fitting(room, ranked, least))], most - len(seen))
         # An order may need less memory than the graph's. If choices missed the bound, it may need
         # as much less as those that kept the bound show.
-        held = [
-            self._held.peak_bytes(one.kept)
-            for one in seen.values()
-            if not one.above and not math.isinf(one.step_ms)
-        ]
+        held = [self._held.peak_bytes(one.kept) for one in seen.values() if not one.above]
         most_bytes = max([limit, *held]) if missed else limit + self._largest
         # A ranking of whole gathers has no parts of them.
         everything = dict.fromkeys((*ranked, *self._ranked))
@@ -537,7 +546,7 @@ class KeepPlanner:
             next_kept = self._distinct(self._fitting(larger, self._ranked, kept))
             next_ms = 0.0
             if next_kept != kept:
-                then = self.scheduled(next_kept, larger, chosen.parked)
+                then = self.scheduled(next_kept, larger, chosen.parked, chosen.step_ms)
                 next_ms = max(0.0, chosen.step_ms - then.step_ms)
             less_ms = None
             if kept and limit > more:

@@ -101,7 +101,8 @@ class PartitionedModel:
             graph, costs.hints, donated=lambda node: False, external_live_bytes=workspaces
         )
         # Both halves take their rows from this model, so a kept value has one number in both.
-        joint = model_of(analysis, costs)
+        # Kernels don't reach over the halves, and are found in each.
+        joint = model_of(analysis, costs, Fused())
         chains = parameter_chains(graph)
         keepables = keepable_units(chains, units)
         again = {n for chain in chains.values() for n in chain}
