@@ -79,6 +79,13 @@ def _few(self: policy.Overlap, case: Any, quick: bool) -> Iterator[tuple[str, po
         yield f"window {window}", policy.Options(window=window, fill=self.window, depth=self.depth)
 
 
+def _open(model: Any) -> list[int]:
+    """Schedule by :class:`.ListScheduler` without a limit, as a plain list schedule has none."""
+    most = len(model)
+    options = policy.Options(window=most, fill=most, depth=most, max_prefetch=most, hold=False)
+    return list_schedule.list_schedule(model, replace(options, deadlines=False))
+
+
 _Search, _Orders, _LeastPeak = cap_search._Search, orders._Orders, orders._LeastPeak
 MECHANISMS: Mapping[str, Mechanism] = {
     "caps between rungs": Mechanism(
@@ -86,6 +93,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
     "plain schedules": Mechanism(
         (orders.plain_schedule,), ((orders, "plain_schedule", lambda model: [*range(len(model))]),)
+    ),
+    "plain schedules for open windows": Mechanism(
+        (orders.plain_schedule,), ((orders, "plain_schedule", _open),)
     ),
     "slack": Mechanism(
         (orders._with_slack,), ((orders, "_with_slack", lambda model, best, misses, most: best),)

@@ -403,10 +403,13 @@ class _Split:
         self._joint, self._live = joint, liveness
         self.nodes = nodes = joint.dependencies.nodes
         halves = _aot.Halves(graph)
-        self._inside = in_forward = halves.forward
+        in_forward = halves.forward
         self._again = {**halves.recomputed, **dict.fromkeys(chains)}
         self._place = {n: i for i, n in enumerate(nodes)}
         self._in_forward = [n in in_forward for n in nodes]
+        self._forward_inputs = {
+            n: [a for a in n.all_input_nodes if a in in_forward and a in self._place] for n in nodes
+        }
         self.backward, saved = self.backward_without(())
         self._saved = self._storages(saved)
         placeholders = graph.find_nodes(op="placeholder")
@@ -445,9 +448,7 @@ class _Split:
             stack = [node]
             while stack:
                 reader = stack.pop()
-                for arg in reader.all_input_nodes:
-                    if arg not in self._inside or arg not in self._place:
-                        continue
+                for arg in self._forward_inputs[reader]:
                     if arg in done or arg in late:
                         continue
                     if arg in self._again:
