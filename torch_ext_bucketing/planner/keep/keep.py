@@ -130,7 +130,7 @@ class KeepPlanner:
         self._kinds = self._find_kinds()
         self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
         self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
-        self._given_up: dict[tuple[_Set, int, _Set], None] = {}
+        self._peaks: dict[_Set, int] = {}  # of choices for one bound, with their orders' kernels
         self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._order: Sequence[int] = ()  # of backward with nothing kept
@@ -144,34 +144,39 @@ class KeepPlanner:
         return self._choice(limit, self._most())
 
     def _choice(self, limit: int, most: int) -> Outcome:
+        self._peaks.clear()
         with paused_gc():
             best = self._with_parked(self._choose(limit, most), limit, most)
-            fuses = self.partitioned.costs.machine.fuses
-            return self._confirmed(best, limit) if fuses and not best.parked else best
+            if best.parked:
+                return best
+            tried = (o for (_, bound, _), o in self._outcomes.items() if bound == limit)
+            others = sorted(one for one in tried if not one.parked and best < one)
+            confirmed: list[Outcome] = []
+            for one in (best, *(() if best.above else others[: _FEW // 2])):
+                confirmed.append(self._confirmed(one, limit))
+                if not confirmed[-1].above:
+                    return confirmed[-1]
+            return min(confirmed)
 
-    def _confirmed(self, best: Outcome, limit: int) -> Outcome:
-        """Return the best choice that keeps the bound with the kernels of its orders."""
+    def _confirmed(self, one: Outcome, limit: int) -> Outcome:
+        """Return an outcome with the peak that it has with the kernels of its orders."""
         # Finding these for each choice that is scheduled would take a third of the planning time.
-        confirmed: list[Outcome] = []
-        for one in self._next_after(best, limit):
+        if one.parked or not self.partitioned.costs.machine.fuses:
+            return one
+        if one.kept not in self._peaks:
             orders = self._orders[one.kept, limit, one.parked]
-            peak = self.partitioned.peak_in(one.kept, orders)
-            again = replace(one, peak_bytes=peak, above=max(0, peak - limit))
-            if not again.above:
-                return again
-            confirmed.append(again)
-        return min(confirmed)
+            self._peaks[one.kept] = self.partitioned.peak_in(one.kept, orders)
+        peak = self._peaks[one.kept]
+        return replace(one, peak_bytes=peak, above=max(0, peak - limit))
 
-    def _next_after(self, best: Outcome, limit: int) -> Iterator[Outcome]:
-        """Yield the best choice, and those that come next under a bound that it keeps."""
-        yield best
-        if best.above:
-            return
-        given_up = [kept for kept, bound, parked in self._given_up if bound == limit and not parked]
-        for kept in given_up[: _FEW // 2]:
-            self.scheduled(kept, limit)
-        tried = (o for (_, bound, _), o in self._outcomes.items() if bound == limit)
-        yield from sorted(one for one in tried if not one.parked and best < one)[: _FEW // 2]
+    def _useful_ms(self, outcomes: Iterable[Outcome], limit: int) -> float:
+        """Return the longest step of a choice that may be better than all ``outcomes``."""
+        for one in sorted(outcomes):
+            if one.above or one.misses:
+                break
+            if not self._confirmed(one, limit).above:
+                return one.step_ms
+        return math.inf
 
     def scheduled(
         self,
@@ -190,7 +195,6 @@ class KeepPlanner:
         if key not in self._outcomes:
             outcome = self._scheduled(*key, at_most_ms)
             if math.isinf(outcome.step_ms):
-                self._given_up[key] = None
                 return outcome
             self._outcomes[key] = outcome
         return self._outcomes[key]
@@ -294,7 +298,8 @@ class KeepPlanner:
         def schedule(kept: Iterable[_Set], most: int) -> None:
             for one in itertools.islice((o for o in kept if o not in seen), max(0, most)):
                 # One that exceeds the bound in the graph's order shows what other orders save.
-                useful_ms = _useful_ms(seen.values()) if self._fits(one, limit) else math.inf
+                fits = self._fits(one, limit)
+                useful_ms = self._useful_ms(seen.values(), limit) if fits else math.inf
                 seen[one] = self.scheduled(one, limit, at_most_ms=useful_ms)
 
         schedule([frozenset(), self._distinct(least)], most)
@@ -378,7 +383,7 @@ class KeepPlanner:
                     return best
                 left -= 1
                 kept, parked = key
-                useful_ms = _useful_ms([best])
+                useful_ms = self._useful_ms(seen.values(), limit)
                 seen[key] = unexplored[key] = self.scheduled(kept, limit, parked, useful_ms)
                 if seen[key] < best:
                     best = seen[key]
@@ -639,13 +644,6 @@ class KeepPlanner:
                 f"{size_text(peaks[k])}, {size_text(peaks[k] - limit)} above {bound}"
             )
         return f"nothing is kept: no unit makes the step shorter under {bound}"
-
-
-def _useful_ms(outcomes: Iterable[Outcome]) -> float:
-    """Return the longest step of a choice that may be better than all ``outcomes``."""
-    best = min(outcomes, default=None)
-    keeps_bounds = best is not None and not best.above and not best.misses
-    return best.step_ms if best is not None and keeps_bounds else math.inf
 
 
 def _parts_of(some: Sequence[int]) -> list[Sequence[int]]:
