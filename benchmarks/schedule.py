@@ -81,13 +81,15 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
     )
 
 
-def what_ours_plans(graph: Graph, reference: int) -> tuple[list[Policy], Options]:
-    """Return our policies, and the options that choose buckets."""
+def what_ours_plans(
+    graph: Graph, reference: int, bound: float = 1.02
+) -> tuple[list[Policy], Options]:
+    """Return our policies, under ``bound`` times a peak, and the options that choose buckets."""
     from torch_ext_bucketing.planner.schedule.policy import Overlap, PeakMemory
 
     keep = [*parameter_groups(graph)]
     keep += [name for name, group in graph.groups.items() if group.role == "replicate"]
-    policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]
+    policies: list[Policy] = [Overlap(), PeakMemory(gib=bound * reference / GIB)]
     return policies, {
         "kinds": ("all_gather", "reduce_scatter", "all_reduce"),
         "groups": keep,

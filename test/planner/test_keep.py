@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import warnings
 from dataclasses import replace
@@ -604,8 +605,8 @@ def test_a_choice_above_the_bound_is_shrunk(two_ranks, monkeypatch):
     low, high = planner.reference_bytes, planner._held.peak_bytes(planner.candidates)
     scheduled = planner._scheduled
 
-    def larger(kept, limit, parked):
-        made = scheduled(kept, limit, parked)
+    def larger(kept, limit, parked, at_most_ms):
+        made = scheduled(kept, limit, parked, math.inf)
         held = planner._held.peak_bytes(kept) + (high - low) // 10 * bool(kept)
         peak = max(made.peak_bytes, held)
         return replace(made, peak_bytes=peak, above=max(0, peak - limit))

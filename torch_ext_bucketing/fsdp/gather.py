@@ -119,16 +119,12 @@ class Unshard:
         return self.reduction
 
     def __call__(self, sharded: DTensor) -> torch.Tensor:
-        shard = sharded.to_local()
-        reduction = self.reduction_of(shard.dtype)
-        wide = _comes_wide(self.param_dtype(shard.dtype), reduction.dtype)
-        full = self.full
-        if full is None and self.extension is None and not self.part and not wide:
-            return _Gather.apply(shard, self.unreduced, self, None)
-        if full is None:
+        shard, full = sharded.to_local(), self.full
+        if full is None and self.extension is not None:
             with torch.no_grad():
-                full = self.gather(shard)
-        return attach(shard, self.unreduced, reduction, full, *self.part)
+                full = self.extension.gather(shard)
+        gathered = self.gathering_of(shard.dtype) if full is None else full
+        return attach(shard, self.unreduced, self.reduction_of(shard.dtype), gathered, *self.part)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
         """Create a leaf that accumulates gradients, in one element's memory.
@@ -149,19 +145,14 @@ class Unshard:
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         if self.extension is not None:
             return self.extension.gather(shard)
-        full = shard.to(self.param_dtype(shard.dtype))
-        if self.shard_group is None:
-            return full.view_as(full)
-        rows = self._rows()
-        full = _pad_rows(full, rows)
-        group = as_argument(self.shard_group)
-        full = _c10d.all_gather_into_tensor(full.contiguous(), self.shard_size, group)
-        full = _c10d.wait_tensor(full)
-        if self.dim:
-            parts = full.unflatten(0, (self.shard_size, rows)).movedim(0, self.dim)
-            return parts.flatten(self.dim, self.dim + 1)
-        padded = rows * self.shard_size != self.shape[0]
-        return full.narrow(0, 0, self.shape[0]) if padded else full
+        return self.gathering_of(shard.dtype)(shard)
+
+    def gathering_of(self, dtype: torch.dtype) -> Gathering:
+        """Return how the parameter is gathered, for a shard's dtype."""
+        group, rows = self.shard_group, self._rows()
+        return Gathering(
+            self.param_dtype(dtype), group, self.shard_size, self.dim, rows, self.shape[0]
+        )
 
 
 def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
@@ -173,6 +164,32 @@ def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
         and dtype.is_floating_point
         and reduce_dtype.itemsize > dtype.itemsize
     )
+
+
+class Gathering(NamedTuple):
+    """How one parameter is gathered; a constant in Dynamo's graphs."""
+
+    dtype: torch.dtype  # of the gathered parameter
+    shard_group: MeshGroup | None
+    shards: int
+    dim: int  # that is sharded
+    rows: int  # of a rank's shard in the collective
+    size: int  # of the parameter's dimension 0
+
+    def __call__(self, shard: torch.Tensor) -> torch.Tensor:
+        """Gather the parameter from this rank's shard."""
+        full = shard.to(self.dtype)
+        if self.shard_group is None:
+            return full.view_as(full)
+        full = _pad_rows(full, self.rows)
+        group = as_argument(self.shard_group)
+        full = _c10d.all_gather_into_tensor(full.contiguous(), self.shards, group)
+        full = _c10d.wait_tensor(full)
+        if self.dim:
+            parts = full.unflatten(0, (self.shards, self.rows)).movedim(0, self.dim)
+            return parts.flatten(self.dim, self.dim + 1)
+        padded = self.rows * self.shards != self.size
+        return full.narrow(0, 0, self.size) if padded else full
 
 
 class Reduction(NamedTuple):
@@ -241,28 +258,25 @@ class Reduction(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """Gather the full parameter, or return a given one, as part of a ``DTensor`` with ``part``."""
+    """Gather a parameter, or return it, as part of a ``DTensor`` with ``part``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         shard: torch.Tensor,
         unreduced: torch.Tensor | None,
-        how: Unshard | Reduction,
-        full: torch.Tensor | None,
+        reduction: Reduction,
+        gathered: torch.Tensor | Gathering,
         *part: Any,
     ) -> torch.Tensor:
-        ctx.reduction = how.reduction_of(shard.dtype) if isinstance(how, Unshard) else how
-        ctx.dtype = shard.dtype
+        full = gathered(shard) if isinstance(gathered, Gathering) else gathered.detach()
+        ctx.reduction, ctx.dtype = reduction, shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
         ctx.placements, ctx.others = None, (None,) * (2 + len(part))
-        if isinstance(how, Unshard):
-            return how.gather(shard)
-        assert full is not None
-        if _comes_wide(full.dtype, how.dtype):
+        if _comes_wide(full.dtype, reduction.dtype):
             ctx.set_output_grad_dtype(None)
         if not part:
-            return full.detach()
+            return full
         like, shape, stride = part
         mesh, ctx.placements = like.device_mesh, like.placements
         return DTensor.from_local(
@@ -286,17 +300,18 @@ class _Gather(torch.autograd.Function):
         return grad, None, *ctx.others
 
 
-# Dynamo does not trace into this: it would require the parameter's class and dtype of the gradient.
+# Dynamo does not trace into this: it would require the parameter's class and dtype of the gradient,
+# and a third of its time would go to the graphs of each parameter's forward and backward.
 @torch.compiler.allow_in_graph
 def attach(
     shard: torch.Tensor,
     unreduced: torch.Tensor | None,
     reduction: Reduction,
-    full: torch.Tensor,
+    gathered: torch.Tensor | Gathering,
     *part: Any,
 ) -> torch.Tensor:
-    """Connect ``full``, which was gathered from ``shard``, to it: backward reduces the gradient."""
-    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full, *part)
+    """Gather a parameter, or connect it to its shard, so that backward reduces the gradient."""
+    attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, gathered, *part)
     return attached
 
 

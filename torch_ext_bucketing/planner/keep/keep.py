@@ -18,13 +18,15 @@ bytes and times. So the search is as long for 126 layers as for 8. It has three 
 - Change the number of one kind, by all, half or one, and make room or fill it for that.
 
 Backward's time in the order found for nothing kept ranks the choices, and whole schedules confirm
-the first ones. Ties and ranks don't depend on clocks or hash order, so all ranks choose alike.
+the first ones. A choice is given up once its step must be longer than the best one. Ties and ranks
+don't depend on clocks or hash order, so all ranks choose alike.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +36,9 @@ from ..._torch import paused_gc
 from ...graph.nodes import pinned_bytes
 from ...reports.base import size_text
 from ...reports.planner import KeepReport, KeptUnit
+from ..schedule.list_schedule import ROUNDING
 from ..schedule.model import Model
-from ..schedule.orders import rank, schedule_model
+from ..schedule.orders import rank, schedule_model, schedule_within
 from ..schedule.policy import Overlap, Policy, policies_of, within
 from ..schedule.timeline import step_ms
 from .held import HeldUnits
@@ -127,6 +130,7 @@ class KeepPlanner:
         self._kinds = self._find_kinds()
         self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
         self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
+        self._peaks: dict[_Set, int] = {}  # of choices for one bound, with their orders' kernels
         self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._order: Sequence[int] = ()  # of backward with nothing kept
@@ -140,42 +144,71 @@ class KeepPlanner:
         return self._choice(limit, self._most())
 
     def _choice(self, limit: int, most: int) -> Outcome:
+        self._peaks.clear()
         with paused_gc():
             best = self._with_parked(self._choose(limit, most), limit, most)
-            fuses = self.partitioned.costs.machine.fuses
-            return self._confirmed(best, limit) if fuses and not best.parked else best
+            if best.parked:
+                return best
+            tried = (o for (_, bound, _), o in self._outcomes.items() if bound == limit)
+            others = sorted(one for one in tried if not one.parked and best < one)
+            confirmed: list[Outcome] = []
+            for one in (best, *(() if best.above else others[: _FEW // 2])):
+                confirmed.append(self._confirmed(one, limit))
+                if not confirmed[-1].above:
+                    return confirmed[-1]
+            return min(confirmed)
 
-    def _confirmed(self, best: Outcome, limit: int) -> Outcome:
-        """Return the best choice that keeps the bound with the kernels of its orders."""
+    def _confirmed(self, one: Outcome, limit: int) -> Outcome:
+        """Return an outcome with the peak that it has with the kernels of its orders."""
         # Finding these for each choice that is scheduled would take a third of the planning time.
-        tried = (o for (_, bound, _), o in self._outcomes.items() if bound == limit)
-        others = sorted(one for one in tried if not one.parked and best < one)
-        confirmed: list[Outcome] = []
-        for one in (best, *(() if best.above else others[: _FEW // 2])):
+        if one.parked or not self.partitioned.costs.machine.fuses:
+            return one
+        if one.kept not in self._peaks:
             orders = self._orders[one.kept, limit, one.parked]
-            peak = self.partitioned.peak_in(one.kept, orders)
-            again = replace(one, peak_bytes=peak, above=max(0, peak - limit))
-            if not again.above:
-                return again
-            confirmed.append(again)
-        return min(confirmed)
+            self._peaks[one.kept] = self.partitioned.peak_in(one.kept, orders)
+        peak = self._peaks[one.kept]
+        return replace(one, peak_bytes=peak, above=max(0, peak - limit))
 
-    def scheduled(self, kept: Collection[int], limit: int, parked: Collection[int] = ()) -> Outcome:
-        """Schedule both halves with a choice under a bound in bytes, once; park saved storages."""
+    def _useful_ms(self, outcomes: Iterable[Outcome], limit: int) -> float:
+        """Return the longest step of a choice that may be better than all ``outcomes``."""
+        for one in sorted(outcomes):
+            if one.above or one.misses:
+                break
+            if not self._confirmed(one, limit).above:
+                return one.step_ms
+        return math.inf
+
+    def scheduled(
+        self,
+        kept: Collection[int],
+        limit: int,
+        parked: Collection[int] = (),
+        at_most_ms: float = math.inf,
+    ) -> Outcome:
+        """Schedule both halves with a choice under a bound in bytes, once; park saved storages.
+
+        A step that is longer than ``at_most_ms`` is infinite in the outcome.
+        """
         kept = self._distinct(kept)
         parkable = self.partitioned.could_park(kept) if parked else ()
         key = kept, limit, frozenset(s for s in parked if s in parkable)
         if key not in self._outcomes:
-            self._outcomes[key] = self._scheduled(*key)
+            outcome = self._scheduled(*key, at_most_ms)
+            if math.isinf(outcome.step_ms):
+                return outcome
+            self._outcomes[key] = outcome
         return self._outcomes[key]
 
-    def _scheduled(self, kept: _Set, limit: int, parked: _Set) -> Outcome:
+    def _scheduled(self, kept: _Set, limit: int, parked: _Set, at_most_ms: float) -> Outcome:
         # A choice mostly changes backward: forward's order stays while its peak is under the bound.
         self.tried += 1
         forward, backward = self.partitioned.with_parked(kept, parked)
         known_forward = None if parked else self._known_forward(forward, limit)
         first = known_forward or self._schedule(0, forward, limit, not parked)
-        second = self._schedule(1, backward, limit)
+        assert first is not None
+        second = self._schedule(1, backward, limit, at_most_ms=(at_most_ms - first[0]) * ROUNDING)
+        if second is None:
+            return Outcome(kept, math.inf, 0, 0, math.inf, parked)
         peak = max(first[1], second[1])
         misses = first[2] + second[2]
         nbytes = sum(pinned_bytes(forward.liveness.size[s]) for s in parked)
@@ -195,18 +228,33 @@ class KeepPlanner:
         return (step, peak, misses, order) if peak <= limit else None
 
     def _schedule(
-        self, half: int, model: Model, limit: int, store: bool = True
-    ) -> tuple[float, int, float, Sequence[int]]:
-        reference = model.liveness.peak(range(len(model)))
+        self,
+        half: int,
+        model: Model,
+        limit: int,
+        store: bool = True,
+        at_most_ms: float = math.inf,
+    ) -> tuple[float, int, float, Sequence[int]] | None:
+        """Return a half's step, peak, misses and order; None: it takes more than ``at_most_ms``."""
+        reference = max(model.liveness.own_profile, default=model.liveness.at_start)
         policies = within(self._policies, limit, reference)
         bound = limit
-        report, order, _ = schedule_model(model, policies, reference, quick=True)
+        made = schedule_within(at_most_ms, model, policies, reference, quick=True)
+        if made is None:
+            return None
+        if made.report.misses and at_most_ms < math.inf:  # a longer order may keep the bound
+            made = schedule_model(model, policies, reference, quick=True)
+        report, order, _ = made
         if _FASTER * min(a[1] for a in report.alternatives) < report.step_ms[1]:
             lower = limit - 2 * self._largest
             tighter = within(policies, lower, reference)
-            again, other, _ = schedule_model(model, tighter, reference, quick=True)
-            if again.peak_bytes[1] <= limit and again.step_ms[1] < report.step_ms[1]:
-                bound, report, order = lower, again, other
+            again = schedule_within(report.step_ms[1], model, tighter, reference, quick=True)
+            if (
+                again is not None
+                and again.report.peak_bytes[1] <= limit
+                and again.report.step_ms[1] < report.step_ms[1]
+            ):
+                bound, report, order = lower, again.report, again.order
         above = max(0, report.peak_bytes[1] - bound) / max(1, bound)
         misses = max(0.0, report.misses - above)
         if model is self.partitioned.backward:
@@ -249,7 +297,10 @@ class KeepPlanner:
 
         def schedule(kept: Iterable[_Set], most: int) -> None:
             for one in itertools.islice((o for o in kept if o not in seen), max(0, most)):
-                seen[one] = self.scheduled(one, limit)
+                # One that exceeds the bound in the graph's order shows what other orders save.
+                fits = self._fits(one, limit)
+                useful_ms = self._useful_ms(seen.values(), limit) if fits else math.inf
+                seen[one] = self.scheduled(one, limit, at_most_ms=useful_ms)
 
         schedule([frozenset(), self._distinct(least)], most)
         by_choice = dict[_Set, tuple[tuple[float, int], Sequence[int]]]()
@@ -332,7 +383,8 @@ class KeepPlanner:
                     return best
                 left -= 1
                 kept, parked = key
-                seen[key] = unexplored[key] = self.scheduled(kept, limit, parked)
+                useful_ms = self._useful_ms(seen.values(), limit)
+                seen[key] = unexplored[key] = self.scheduled(kept, limit, parked, useful_ms)
                 if seen[key] < best:
                     best = seen[key]
                     break
@@ -499,7 +551,7 @@ class KeepPlanner:
             next_kept = self._distinct(self._fitting(larger, self._ranked, kept))
             next_ms = 0.0
             if next_kept != kept:
-                then = self.scheduled(next_kept, larger, chosen.parked)
+                then = self.scheduled(next_kept, larger, chosen.parked, chosen.step_ms)
                 next_ms = max(0.0, chosen.step_ms - then.step_ms)
             less_ms = None
             if kept and limit > more:

@@ -101,7 +101,8 @@ class PartitionedModel:
             graph, costs.hints, donated=lambda node: False, external_live_bytes=workspaces
         )
         # Both halves take their rows from this model, so a kept value has one number in both.
-        joint = model_of(analysis, costs)
+        # Kernels don't reach over the halves, and are found in each.
+        joint = model_of(analysis, costs, Fused())
         chains = parameter_chains(graph)
         keepables = keepable_units(chains, units)
         again = {n for chain in chains.values() for n in chain}
@@ -239,14 +240,15 @@ class PartitionedModel:
         for i in others:
             reads[i] = self.backward.start_of[i] >= 0
         for i, readers, owners in self._again:
-            if (owners and owners <= gone) or not any(reads[j] for j in readers):
+            if (owners and owners <= gone) or not any(map(reads.__getitem__, readers)):
                 runs[i] = reads[i] = 0
                 removed.append(i)
         for i in others:
             reads[i] = 0
         allocated = [s for i in reversed(removed) for s in live.allocates[i]]
-        held = tuple(s for s in allocated if any(reads[j] for j in touched_by[s]))
-        dropped = tuple(s for s in self._saved if not any(reads[j] for j in touched_by[s]))
+        read = {s for s in (*allocated, *self._saved) if any(map(reads.__getitem__, touched_by[s]))}
+        held = tuple(s for s in allocated if s in read)
+        dropped = tuple(s for s in self._saved if s not in read)
         return Stay(runs, (*held, *(s for part in parts for s in part.made)), dropped, parts)
 
     def saved(self, kept: Collection[int]) -> frozenset[int]:
@@ -401,10 +403,13 @@ class _Split:
         self._joint, self._live = joint, liveness
         self.nodes = nodes = joint.dependencies.nodes
         halves = _aot.Halves(graph)
-        self._inside = in_forward = halves.forward
+        in_forward = halves.forward
         self._again = {**halves.recomputed, **dict.fromkeys(chains)}
         self._place = {n: i for i, n in enumerate(nodes)}
         self._in_forward = [n in in_forward for n in nodes]
+        self._forward_inputs = {
+            n: [a for a in n.all_input_nodes if a in in_forward and a in self._place] for n in nodes
+        }
         self.backward, saved = self.backward_without(())
         self._saved = self._storages(saved)
         placeholders = graph.find_nodes(op="placeholder")
@@ -443,9 +448,7 @@ class _Split:
             stack = [node]
             while stack:
                 reader = stack.pop()
-                for arg in reader.all_input_nodes:
-                    if arg not in self._inside or arg not in self._place:
-                        continue
+                for arg in self._forward_inputs[reader]:
                     if arg in done or arg in late:
                         continue
                     if arg in self._again:
@@ -555,6 +558,9 @@ def _graph_of(model: Model) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         # As graph.node_copy(), which takes twice as long: it looks for sizes among the arguments.
         args, kwargs = fx.map_arg((node.args, node.kwargs), copy_of)
         copy = new[node] = graph.create_node(node.op, node.target, name=node.name)
-        copy.args, copy.kwargs, copy.meta = args, kwargs, dict(node.meta)
+        copy.meta.update(node.meta)  # to set an attribute takes as long as to create the node
+        copy.args = args
+        if kwargs:
+            copy.kwargs = kwargs
     graph.output(tuple(node for node in graph.nodes if not node.users))
     return graph, {copy: node for node, copy in new.items()}

@@ -381,6 +381,10 @@ class ListScheduler:
         waiting, waits_ms, waiting_tail = -1, 0.0, 0.0
         compute, tails, pending, clock_ms = model.compute, self.tail, self.pending, self.now
         sends, end = analysis.sends, self.end
+        # The most live bytes of the kernels from the next one of the graph's order up to another.
+        limited, reached, grown, live = options.limit_bytes is not None, self.head, 0, 0
+        if limited:
+            live = analysis.live[self.head]
         busy_ms = {group: end[i] - clock_ms for group, i in self.last.items()}
         for number in self.ready:
             if before[number] > (reach if best < 0 else near):
@@ -404,8 +408,11 @@ class ListScheduler:
                 if tail > waiting_tail:
                     waiting, waits_ms, waiting_tail = number, stall, tail
                 continue
-            if number != self.head and not self._may_overtake(number):
-                continue
+            if limited and number != self.head:
+                grown = max(grown, *analysis.most[reached:number])
+                reached = number
+                if not self._has_room(kernel, grown - live):
+                    continue
             by_tail = best >= 0
             best, best_tail, best_send, best_busy = number, tail, send, busy
         if best >= 0:

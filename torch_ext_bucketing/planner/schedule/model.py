@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from ...graph.analysis import GraphAnalysis
 from ...graph.dependencies import Precedence
+from ...graph.fusion import Fused
 from ...graph.liveness import Storages
 from ...graph.nodes import (
     GraphLike,
@@ -240,11 +241,14 @@ class ModelEdit:
         )
 
 
-def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:
+def model_of(
+    graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100, kernels: Fused | None = None
+) -> Model:
     """Build the model of a graph, in the order of the graph.
 
     ``machine`` may be costs, which several models can share. Size hints are those of ``graph``
-    where that is an analysis.
+    where that is an analysis. ``kernels`` replace those that the machine's fused operators have;
+    operators in none of them take no time.
     """
     if isinstance(machine, Machine):
         machine = Costs(machine, graph.hints if isinstance(graph, GraphAnalysis) else None)
@@ -253,7 +257,7 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         graph = GraphAnalysis(graph_of(graph), costs.hints, fuses=bool(costs.machine.fuses))
     dependencies = graph.dependencies
     nodes, index = dependencies.nodes, dependencies.index
-    ms, host = costs.times(nodes, graph.free, graph.fused)
+    ms, host = costs.times(nodes, graph.free, graph.fused if kernels is None else kernels)
     return Model(
         dependencies=dependencies,
         liveness=graph.liveness,

@@ -244,7 +244,10 @@ class _Orders:
             return None
         scheduler = ListScheduler(self._model, options, useful_ms)
         order = scheduler.run()
-        timeline = None if order is None else Timeline.of(self._model, order, scheduler.streams)
+        timeline = None
+        if order is not None:
+            made = scheduler.streams, scheduler.peak_bytes or None
+            timeline = Timeline.of(self._model, order, *made)
         self._passes.append((scheduler, timeline))
         self._least.learn(scheduler)
         if timeline is None:

@@ -150,7 +150,10 @@ class Timeline:
 
     @staticmethod
     def of(
-        model: Model, order: Sequence[int] | None = None, streams: Streams | None = None
+        model: Model,
+        order: Sequence[int] | None = None,
+        streams: Streams | None = None,
+        peak_bytes: int | None = None,
     ) -> Timeline:
         """Compute the timeline of ``order``, by default the graph's; ``streams`` have run it."""
         order = range(len(model)) if order is None else order
@@ -158,7 +161,10 @@ class Timeline:
             streams = Streams(model)
             for i in order:
                 streams.run(i)
-        return Timeline(order, streams.begin, streams.end, streams.last_end(), model)
+        line = Timeline(order, streams.begin, streams.end, streams.last_end(), model)
+        if peak_bytes is not None:
+            line.__dict__["peak_bytes"] = peak_bytes
+        return line
 
     # Most orders of a search are too long, and nobody reads more than their steps.
 
@@ -181,7 +187,10 @@ class Timeline:
     @cached_property
     def live(self) -> Sequence[int]:
         """Bytes live while each node of ``order`` runs."""
-        return self._model.liveness.profile(self.order)
+        liveness = self._model.liveness
+        if self.order == range(len(self._model)):
+            return liveness.own_profile
+        return liveness.profile(self.order)
 
     @cached_property
     def peak_bytes(self) -> int:
