@@ -103,11 +103,11 @@ def trained(
     """Train by whole matrices and by planned steps, one for each cap on bytes of exchanges."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    start = Gated()
+    start = Gated(layers=1 + stacked)
     if tied:
         start.output.weight = start.embed.weight
     if stacked:
-        start.blocks[0]["mlp"] = Experts()
+        start.blocks[-1]["mlp"] = Experts()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     # WholeMuon has no rule: it runs after a step that updates AdamW's parameters and clips.
     planned = StackedMuon if stacked else torch.optim.Muon
@@ -146,8 +146,8 @@ def uneven(rank: int) -> list[bool]:
 
 
 def clipped(rank: int) -> list[bool]:
-    """Clip, skip a step, and leave a tied embedding to AdamW."""
-    return trained(rank, (2,), tied=True, max_norm=0.1, skip_nonfinite=True)
+    """Clip, skip a step, leave a tied embedding to AdamW, and train experts beside matrices."""
+    return trained(rank, (2,), tied=True, stacked=True, max_norm=0.1, skip_nonfinite=True)
 
 
 def copies(rank: int) -> list[bool]:

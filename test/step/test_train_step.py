@@ -1,7 +1,6 @@
 """The graphs of a planned step: norms, updates, their places and their inputs."""
 
 import functools
-import itertools
 import re
 from dataclasses import replace
 
@@ -22,7 +21,6 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import is_wait, kind_of, updates_of
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.reports.compile import StepReport
-from torch_ext_bucketing.step import update
 from torch_ext_bucketing.step.norm import CLAMP
 from torch_ext_bucketing.step.rules import UPDATE
 from torch_ext_bucketing.testing.training import digest
@@ -147,23 +145,21 @@ def test_clipping_by_value_and_watched_norms_leave_updates_at_their_reductions(m
     assert step.norms[2.0].keys() == dict(model.named_parameters()).keys()
 
 
-def test_calls_that_wait_for_the_norm_allocate_a_bounded_number_of_bytes(model, monkeypatch):
-    largest = max(largest_shard_bytes(p) for p in model.parameters())
-    monkeypatch.setattr(update, "_CALL_BYTES", largest)
-    before = digest(model)
-    _, report, _ = planned(model, adamw(model, foreach=True), max_norm=1.0)
-    assert report.buffer_bytes == largest
-    assert 2 < len(report.updates) < report.gradients
-    assert sorted(f for fqns in report.updates for f in fqns) == sorted(
-        name for name, _ in model.named_parameters()
-    )
-    # A call is full if the next one of its group does not fit.
-    parameters = dict(model.named_parameters())
-    sizes = {fqn: largest_shard_bytes(p) for fqn, p in parameters.items()}
-    wide = [fqns for fqns in report.updates if parameters[fqns[0]].ndim > 1]
-    for call, following in itertools.pairwise(wide):
-        assert sum(map(sizes.get, call)) + sizes[following[0]] > largest
-    assert digest(model) != before
+def test_calls_that_wait_for_the_norm_allocate_a_bounded_number_of_bytes(fake_world):
+    torch._dynamo.reset()
+    layers = (nn.Linear(2048, 2048, bias=False) for _ in range(7))  # shards of 4 MiB
+    model = nn.Sequential(nn.Embedding(8, 2048), *layers)
+    teb.data_parallel(model, init_device_mesh("cpu", (fake_world,)))
+    adam, most = torch.optim.AdamW(model.parameters(), foreach=True), 16 << 20
+    _, report, _ = planned(model, adam, max_norm=1.0)
+    sizes = {fqn: largest_shard_bytes(p) for fqn, p in model.named_parameters()}
+    calls = [sum(map(sizes.get, call)) for call in report.updates]
+    assert report.buffer_bytes == max(calls) <= most
+    assert sorted(f for fqns in report.updates for f in fqns) == sorted(sizes)
+    # A call is full if the next one's first parameter does not fit.
+    for nbytes, following in zip(calls, report.updates[1:], strict=False):
+        assert nbytes + sizes[following[0]] > most
+    assert len(calls) > 1
 
 
 def test_another_optimizer_runs_eagerly_with_a_warning(tiny):
