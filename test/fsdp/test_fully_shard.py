@@ -32,7 +32,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("ranks", "programs", "tensor"),
     [
-        (4, 8, 1),
+        (4, 4, 1),
         (4, 5, 2),
         at_night(2, 100, 1),
         at_night(4, 60, 1),
