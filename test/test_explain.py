@@ -265,7 +265,7 @@ def test_times_of_a_machine_and_of_sizes_that_depend_on_data(tmp_path, capsys):
     ("gpu", "target", "kernel"),
     [
         ("h100", "huge_on_cuda", "_scaled_dot_product_cudnn_attention"),
-        ("mi300x", "huge_on_cuda", "_scaled_dot_product_flash_attention"),
+        at_night("mi300x", "huge_on_cuda", "_scaled_dot_product_flash_attention"),
         at_night("h100", "huge_with_wide_heads", "_scaled_dot_product_efficient_attention"),
     ],
 )
@@ -326,13 +326,21 @@ def fqns_of(bucket):
 
 
 def test_a_configuration_of_transformers(tmp_path):
+    """Its experts, fewer than the ranks, are sharded evenly on another dimension."""
     pytest.importorskip("transformers", reason="it makes the models: pip install transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 32}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **sizes}))
-    found = explain(f"hf:{tmp_path}", mesh={"replicate": 2, "fsdp": 2}, backend="aot_eager")
+    sizes = {**SMALL, "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1}
+    sizes |= {"num_key_value_heads": 4, "max_position_embeddings": 32}
+    config = {"model_type": "mixtral", **sizes, "num_local_experts": EXPERTS}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mesh = {"replicate": 2, "fsdp": RANKS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnevenShardsWarning)
+        found = explain(f"hf:{tmp_path}", mesh=mesh, backend="aot_eager")
     assert found.tokens == 32  # as many as the configuration allows
-    assert {b.group_size for b in found.report.buckets} == {2}
+    assert {b.group_size for b in found.report.buckets} == set(mesh.values())
+    members = [m for b in found.report.buckets for m in b.members if "experts" in m.fqns[0]]
+    assert members
+    assert all(m.rows is None and m.shape[0] == EXPERTS for m in members if len(m.shape) == 3)
     for target, mesh, match in (
         ("hf:no_such_model", {"fsdp": 2}, "no_such_model: transformers makes no model of it"),
         ("hf:deepseek_v3", {"fsdp": 2, "tp": 8}, "the styles .*moe_tp_experts.* leave tp= out"),
@@ -575,20 +583,6 @@ def test_a_bound_below_uneven_shards_names_them():
         match=r"have too few rows for the ranks, such as 0.up, 8 x 1024 x 1024: .*Shard\(1\)",
     ):
         explain(f"{HERE}:fused_experts", mesh={"fsdp": RANKS}, memory_gib=0.02)
-
-
-def test_models_of_transformers_take_an_even_placement(tmp_path):
-    pytest.importorskip("transformers", reason="it makes the models: pip install transformers")
-    sizes = {**SMALL, "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1}
-    sizes["num_key_value_heads"] = 4
-    config = {"model_type": "mixtral", **sizes, "num_local_experts": EXPERTS}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UnevenShardsWarning)
-        found = explain(f"hf:{tmp_path}", mesh={"fsdp": RANKS}, sequence=32, backend="aot_eager")
-    members = [m for b in found.report.buckets for m in b.members if "experts" in m.fqns[0]]
-    assert members
-    assert all(m.rows is None and m.shape[0] == EXPERTS for m in members if len(m.shape) == 3)
 
 
 class Sinks(torch.nn.Module):

@@ -1,5 +1,6 @@
 """Test the choice of what stays in memory: estimates, choices, and reports."""
 
+import bisect
 import itertools
 import json
 import random
@@ -606,11 +607,14 @@ def test_the_number_of_gathers_is_near_the_best(two_ranks, seed, share):
     def filled(n):
         """Keep n gathers, and as many activations as fit beside them."""
         sizes = range(1, len(others) + 1)
-        fits = [m for m in sizes if held_peak(planner, [*gathers[:n], *others[:m]]) <= limit]
-        return [*gathers[:n], *others[: max(fits, default=0)]]
+        most = bisect.bisect(
+            sizes, False, key=lambda m: held.peak_bytes([*gathers[:n], *others[:m]]) > limit
+        )
+        return [*gathers[:n], *others[:most]]
 
+    held = HeldUnits(planner.partitioned)
     every = map(filled, range(len(gathers) + 1))
-    best = min(planner.scheduled(k, limit) for k in every if held_peak(planner, k) <= limit)
+    best = min(planner.scheduled(kept, limit) for kept in every if held.peak_bytes(kept) <= limit)
     assert not chosen.above
     assert chosen.step_ms < 1.008 * best.step_ms
 
