@@ -82,6 +82,9 @@ def bytes_left(model: Model) -> int:
 
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
 @example(598, 4, 64)  # a write to what a bucket packs does not wait for the bucket
+@example(320, 12, 552)  # an item that waits for several others
+@example(266, 11, 556)  # a gather of a result of an earlier bucket
+@example(926355, 16, 2563)  # a collective of one result of a bucket, and one of another
 @examples(200)
 def test_times_are_those_of_the_merged_graph(seed, size, cap):
     gm = random_graph(seed, size, ["0"], share=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,28 +25,32 @@ with private_torch():
     from torch.utils._ordered_set import OrderedSet
 
 
-def sort_topologically(graph: fx.Graph) -> None:
-    """Move nodes after their inputs, and keep the order where it is valid."""
-    # The order of Inductor's ``stable_topological_sort``, whose module takes longer to import than
-    # a graph to plan.
-    placed: dict[fx.Node, None] = {}
-    waiting: dict[fx.Node, list[fx.Node]] = {}
-    unsorted = [node for node in reversed(graph.nodes) if node.op != "output"]
-    size = len(unsorted)
-    while unsorted:
-        node = unsorted.pop()
-        if any(need not in placed for need in node.all_input_nodes):
-            needs: list[fx.Node] = []
-            fx.map_arg((node.args, node.kwargs), needs.append)
-            last = next(need for need in reversed(needs) if need not in placed)
-            waiting.setdefault(last, []).append(node)
-            continue
-        before = next(reversed(placed), None)
-        if before is not None and before.next is not node:
-            before.append(node)
-        placed[node] = None
-        unsorted += reversed(waiting.pop(node, []))
-    if len(placed) != size:
+def sort_topologically(graph: fx.Graph, soon: Collection[fx.Node] = ()) -> None:
+    """Move nodes after their inputs, and keep the order where it is valid.
+
+    Of the nodes whose inputs are placed, those of ``soon`` come first, then the first in the graph.
+    """
+    # So the order depends on dependencies alone, as a model has them. That of Inductor's
+    # ``stable_topological_sort`` depends on the order of arguments, too.
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    nodes = [*(n for n in nodes if n in soon), *(n for n in nodes if n not in soon)]
+    rank = {node: i for i, node in enumerate(nodes)}
+    missing = [len(node.all_input_nodes) for node in nodes]
+    ready = [i for i, count in enumerate(missing) if not count]  # a heap, as it ascends
+    placed: fx.Node | None = None
+    unsorted = len(nodes)
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if placed is not None and placed.next is not node:
+            placed.append(node)
+        placed = node
+        unsorted -= 1
+        for user in node.users:
+            if user in rank:
+                missing[rank[user]] -= 1
+                if not missing[rank[user]]:
+                    heapq.heappush(ready, rank[user])
+    if unsorted:
         raise ValueError("the graph has a cycle")
 
 

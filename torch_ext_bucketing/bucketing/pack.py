@@ -54,7 +54,7 @@ from .._torch.process_groups import compiles_for_all_ranks, group_by_name
 from ..graph.analysis import Collective, GraphAnalysis
 from ..graph.edits import evaluate, unchanged_on_error
 from ..graph.layout import Layout
-from ..graph.nodes import Kind, group_name, set_member_tags
+from ..graph.nodes import Kind, group_name, host_stream, is_collective, is_wait, set_member_tags
 from ..reports.compile import GRAPH_ORDER, NO_KEY, BucketReport, GraphReport, PayloadMember, emit
 from .contraction import Bucket, MergePlan, reading_only
 
@@ -386,15 +386,25 @@ def merge_buckets(
     """Apply a plan with known keys, without restoring the graph on error (:func:`apply_plan`)."""
     graph, position = analysis.graph, dict(analysis.position)
     reports = []
-    for bucket in plan.buckets:
+    for bucket in plan.buckets:  # all results of a bucket will stand where the bucket does
+        first, last = bucket.members[0], bucket.members[-1]
+        place = position[first if bucket.kind == "all_gather" else last]
+        position.update((node, place) for m in bucket.members for node in (m, *m.users))
+    for bucket in sorted(plan.buckets, key=lambda b: position[b.members[0]]):
         # A reduction's bucket starts where its last member did, when all inputs are there.
         if bucket.kind == "all_gather":
-            _hoist_inputs(bucket, position, analysis.collectives)
+            _hoist_inputs(bucket, position)
         members = [analysis.collectives[m] for m in bucket.members]
         reports.append(_apply_bucket(graph, bucket, members, keys, packed_by))
     if reports:
-        # Readers of early members stand before a reduction's bucket.
-        sort_topologically(graph)
+        # Readers of early members stand before a reduction's bucket. They come after all results.
+        results: dict[fx.Node, None] = {}
+        for node in graph.nodes:
+            if node not in analysis.position and (
+                is_wait(node) or not results.keys().isdisjoint(node.all_input_nodes)
+            ):
+                results[node] = None
+        sort_topologically(graph, soon=results)
         graph.lint()
     place = {node.name: i for i, node in enumerate(graph.nodes)}
     return sorted(reports, key=lambda r: place[r.node])
@@ -468,9 +478,7 @@ def _apply_bucket(
     )
 
 
-def _hoist_inputs(
-    bucket: Bucket, position: dict[fx.Node, int], collectives: Collection[fx.Node]
-) -> None:
+def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
     """Move the inputs of a gather bucket's later members before its first member.
 
     Only some ranks pad their shard of an uneven parameter. A bucket that waited for such a pad
@@ -486,11 +494,12 @@ def _hoist_inputs(
         stack = [piece.value]
         while stack:
             node = stack.pop()
-            if position.get(node, limit + 1) > limit and node not in late:
+            # Nodes without a position are those of buckets that stand earlier.
+            if position.get(node, limit) > limit and node not in late:
                 late[node] = None
                 stack.extend(node.all_input_nodes)
         # An input that needs another collective can't move up; the final sort places the input.
-        if any(n not in position or n in collectives for n in late):
+        if any(is_collective(n) or host_stream(n) for n in late):
             continue
         for node in sorted(late, key=position.__getitem__):
             first.prepend(node)

@@ -19,7 +19,8 @@ packs a gather with one operator, so its times differ a little.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,21 +107,44 @@ class _Sorted:
             for i in (*m.starts, *m.waits):
                 self._item[i] = ~number
             self._stands_at[m.starts[0] if m.kind == "all_gather" else m.starts[-1]] = ~number
-        self._done = [False] * (len(model) + len(merged))  # ``~0`` is the last one
-        self._order: list[int] = []
-        self._waiting: dict[int, list[int]] = {}
 
     def order(self) -> list[int] | None:
-        """Return all items in topological order, or None if there is a cycle."""
+        """Return all items in topological order, or None if there is a cycle.
+
+        Of the items whose needs are placed, the first of the sequence comes next, as in
+        ``sort_topologically``.
+        """
+        sequence = self._sequence()
+        place = {item: at for at, item in enumerate(sequence)}
+        needed_by: list[list[int]] = [[] for _ in sequence]
+        missing = []
+        for at, item in enumerate(sequence):
+            needed = {place[other] for other in self._needs(item)}
+            missing.append(len(needed))
+            for other in needed:
+                needed_by[other].append(at)
+        ready = [at for at, count in enumerate(missing) if not count]  # a heap, as it ascends
+        order = []
+        while ready:
+            at = heapq.heappop(ready)
+            order.append(sequence[at])
+            for user in needed_by[at]:
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, user)
+        return order if len(order) == len(sequence) else None
+
+    def _sequence(self) -> list[int]:
+        """List all items as merging inserts the buckets, before it sorts the graph."""
+        sequence: dict[int, None] = {}
         for i, item in enumerate(self._item):
             if item >= 0:
-                self._place(item)
+                sequence[item] = None
             elif i in self._stands_at:
                 if self._merged[~item].kind == "all_gather":
-                    self._hoist(self._merged[~item])
-                self._place(item)
-        whole = len(self._order) == len(set(self._item))
-        return self._order if whole else None
+                    sequence |= dict.fromkeys(self._hoisted(self._merged[~item], sequence))
+                sequence[item] = None
+        return list(sequence)
 
     def _needs(self, item: int) -> list[int]:
         if item >= 0:
@@ -133,39 +157,23 @@ class _Sorted:
         """Return the items that node ``i`` needs, without the launch order, which is set later."""
         return [self._item[j] for j in self._model.needed_values[i]]
 
-    def _hoist(self, merged: _Merged) -> None:
-        """Place the inputs of later members, except inputs that need another collective."""
+    def _hoisted(self, merged: _Merged, before: Collection[int]) -> list[int]:
+        """List inputs of later members that are not ``before`` and need no other collective."""
+        hoisted: dict[int, None] = {}
         for i in merged.starts[1:]:
             late: dict[int, None] = {}
             stack = self._needed(i)
             while stack:
                 item = stack.pop()
-                if self._done[item] or item in late:
+                if item in before or item in late or item in hoisted:
                     continue
                 late[item] = None
                 if item < 0 or self._model.group[item] is not None:
                     break
                 stack += self._needed(item)
             else:
-                for item in sorted(late):
-                    self._place(item)
-
-    def _place(self, item: int) -> None:
-        """Place an item now, or once all items that it needs are placed."""
-        stack, done = [item], self._done
-        while stack:
-            item = stack.pop()
-            if done[item]:
-                continue
-            for needed in self._needs(item):
-                if not done[needed]:
-                    self._waiting.setdefault(needed, []).append(item)
-                    break
-            else:
-                done[item] = True
-                self._order.append(item)
-                if item in self._waiting:
-                    stack += reversed(self._waiting.pop(item))
+                hoisted |= dict.fromkeys(sorted(late))
+        return list(hoisted)
 
 
 class _BucketEdit:
