@@ -33,6 +33,8 @@ from torch_ext_bucketing.testing.target import LLAMA3, TargetError
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 HERE = f"{__name__}"
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
