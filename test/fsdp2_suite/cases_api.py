@@ -157,8 +157,8 @@ def tied_to_a_parent(side):
 ERRORS = {
     # what is wrong: the call, words of our error
     "twice": (lambda s: s.shard(s.shard(MLP())), "once per module"),
-    "ModuleList": (lambda s: s.shard(nn.ModuleList([MLP()])), "as a list"),
-    "ModuleDict": (lambda s: s.shard(nn.ModuleDict({"a": MLP()})), "as a list"),
+    "ModuleList": (lambda s: s.shard(nn.ModuleList([MLP()])), "implement forward"),
+    "ModuleDict": (lambda s: s.shard(nn.ModuleDict({"a": MLP()})), "implement forward"),
     "scalar": (scalar, "1D tensor"),
     "3-D mesh": (lambda s: s.shard(MLP(), mesh=s.mesh(s.world, 1, 1)), "1D or 2D"),
     "uneven": (lambda s: s.shard(nn.Linear(5, 4), shard_placement_fn=last), "uneven sharding"),
