@@ -551,9 +551,9 @@ def test_host_memory_is_used_where_it_helps_and_within_its_bound(fake_world):
 @pytest.mark.parametrize("share", [0.5, at_night(0.25)])
 def test_the_choice_does_not_depend_on_depth(two_ranks, monkeypatch, share):
     """For many equal layers the search looks at as many choices as for few, and gains as much."""
-    peak_bytes, looks, gains = HeldUnits.peak_bytes, [], {}
+    in_place, looks, gains = PartitionedModel.in_place, [], {}
     monkeypatch.setattr(
-        HeldUnits, "peak_bytes", lambda units, kept: looks.append(1) or peak_bytes(units, kept)
+        PartitionedModel, "in_place", lambda model, kept: looks.append(1) or in_place(model, kept)
     )
     seen = {}
     for layers in (16, 160):
