@@ -46,12 +46,12 @@ from benchmarks.command import (
     write_json,
 )
 from benchmarks.eager_parity.devices import start, why_no_nccl
-from benchmarks.keep_ranks import profiled
+from benchmarks.keep_ranks import Loss, profiled
 from torch_ext_bucketing.passes.park import Park, ParkReport
 from torch_ext_bucketing.reports.base import columns
 from torch_ext_bucketing.reports.planner import KeepReport
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
-from torch_ext_bucketing.testing.training import ModelConfig, Transformer, raw_bytes
+from torch_ext_bucketing.testing.training import ModelConfig, raw_bytes
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -83,13 +83,6 @@ class Case:
     park: bool
     config: ModelConfig
     batch: int
-
-
-class Loss(Transformer):
-    """A loss that is compiled with the model: no estimate covers memory outside of the graphs."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens).float().square().mean()
 
 
 def _rank(rank: Rank, case: Case) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 from .command import add_json, add_number, document_of, parser_of, write_results
 from .keep_ranks import profiled
 from .models import Llama, LlamaConfig
+from .step import loss_of
 
 GIB, MIB = 2**30, 2**20
 WORLD = 64
@@ -86,12 +87,6 @@ def is_good(row: dict[str, Any]) -> bool:
     """Return whether a row keeps its bound, and is measured about as estimated."""
     kept = row["estimate"] <= row.get("bound", row["estimate"])
     return kept and row.get("measured", 0) <= 1.15 * row["estimate"]
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Return a scalar that depends on all parameters."""
-    loss: torch.Tensor = model(tokens).float().logsumexp(-1).mean()
-    return loss
 
 
 def estimated(layers: int, max_norm: float | None) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 from sharded_models import TwoBlocks
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 RANKS = 2
 GIB = 2**30
@@ -40,9 +40,7 @@ def plan(report: CompileReport) -> dict[str, Any]:
     return found
 
 
-def train(rank: Rank) -> list[dict[str, Any]]:
-    store = dist.FileStore(rank.store_path, rank.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size)
+def train(rank: int) -> list[dict[str, Any]]:
     gib, host_gib = BOUND.values()
     plans = []
     for compiler, goal, options in (
@@ -60,7 +58,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
 
 
 def test_explain_prints_the_plan_of_a_job():
-    first, last = run_ranks(train, RANKS, timeout_s=300)
+    first, last = on_ranks(train, world=RANKS, timeout_s=300)
     target = f"{__name__}:build"
     for given, mine, other in zip(
         (

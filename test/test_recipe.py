@@ -395,7 +395,7 @@ def distillation(student, teacher, tokens):
 def test_several_models_share_a_recipe(fake_world, calls, frozen):
     """The units of each are used, by their own names, whichever function compiles them together."""
     mesh = init_device_mesh("cpu", (4,))
-    models = [small_transformer(), small_transformer()]
+    models = [TwoBlocks(), TwoBlocks()]
     for model in models:
         if calls:
             for unit in teb.transformer_block_plan(model):
@@ -433,7 +433,7 @@ def test_a_list_of_models_is_checked(fake_world):
 @pytest.mark.parametrize("goal", ["parity", at_night("speed")])
 def test_a_planned_step_of_several_models(fake_world, goal):
     """The optimizer's model is updated in the graph; the other one keeps its weights."""
-    student, teacher = models = [sharded(), sharded()]
+    student, teacher = models = [sharded(model=TwoBlocks()) for _ in range(2)]
     teacher.requires_grad_(False)
     step = teb.train_step(
         models,

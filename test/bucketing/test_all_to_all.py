@@ -455,7 +455,7 @@ def speed(model):
 
 
 def digests(rank):
-    """Train by sums and by rings, eager with two sets of units, and compiled in several ways."""
+    """Train by sums and by rings, eager with two sets of units; by sums compiled in two ways, too."""
     found = {}
     mesh = init_device_mesh("cpu", (4,))
     for twin in (False, True):
@@ -467,7 +467,6 @@ def digests(rank):
     scheduled = (small, sums, teb.Schedule([teb.Overlap()]))
     found["sums", "small, FSDP2 order"] = compiled(rank, mesh, *scheduled)
     found["sums", "speed"] = compiled(rank, mesh)
-    found[RING, "one bucket"] = compiled(rank, mesh, teb.BucketByCap(500))
     return found
 
 
@@ -479,7 +478,7 @@ def test_one_hash_for_all_buckets_orders_and_units():
         assert len(sums) == 4
         expected = sums["sums", "units"]
         assert {k: v == expected for k, v in sums.items()} == dict.fromkeys(sums, True)
-        assert len(ring) == 3
+        assert len(ring) == 2
         assert tuple(expected) not in ring
 
 

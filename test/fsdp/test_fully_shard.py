@@ -12,7 +12,7 @@ from sharded_models import TwoBlocks, step
 from torch.distributed import fsdp as eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import FSDPParamGroup
@@ -32,7 +32,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("ranks", "programs", "tensor"),
     [
-        (4, 8, 1),
+        (4, 4, 1),
         (4, 5, 2),
         at_night(2, 100, 1),
         at_night(4, 60, 1),
@@ -229,44 +229,16 @@ def linear(*shape):
     return nn.Linear(*(shape or (8, 8)))
 
 
-def _twice(mesh):
-    model = fully_shard(linear(), mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
 def _inside(mesh):
     model = nn.Sequential(linear())
     fully_shard(model, mesh=mesh)
     fully_shard(model[0], mesh=mesh)
 
 
-def _tied(mesh):
-    model = nn.Sequential(linear(), linear())
-    model[1].weight = model[0].weight
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def _scalar(mesh):
-    model = linear()
-    model.scale = nn.Parameter(torch.ones(()))
-    fully_shard(model, mesh=mesh)
-
-
+# ``fsdp2_suite`` has calls that eager FSDP2 refuses, too.
 BAD = [
-    (lambda m: fully_shard(3, mesh=m), TypeError, "module must be a torch.nn.Module or a list"),
     (lambda m: fully_shard([], mesh=m), ValueError, "list of modules is empty"),
-    (
-        lambda m: fully_shard(nn.ModuleList([linear()]), mesh=m),
-        ValueError,
-        "do not implement forward",
-    ),
     (lambda m: fully_shard(linear(), mesh=4), TypeError, "mesh must be a DeviceMesh or None, got"),
-    (
-        lambda m: fully_shard(linear(), mesh=m, reshard_after_forward=3),
-        ValueError,
-        "should be a factor of 4, not 3",
-    ),
     (
         lambda m: fully_shard(linear(), mesh=m, reshard_after_forward="yes"),
         TypeError,
@@ -276,16 +248,6 @@ BAD = [
         lambda m: fully_shard(linear(), mesh=m, shard_placement_fn=Shard(1)),
         TypeError,
         "shard_placement_fn must be a Callable or None",
-    ),
-    (
-        lambda m: fully_shard(linear(), mesh=m, shard_placement_fn=lambda p: Replicate()),
-        (AssertionError, ValueError),
-        "Invalid shard_placement_fn result|Expected Shard",
-    ),
-    (
-        lambda m: fully_shard(linear(6, 8), mesh=m, shard_placement_fn=lambda p: Shard(p.ndim - 1)),
-        NotImplementedError,
-        r"does not support uneven sharding on dim 1.*world size: 4",
     ),
     (
         lambda m: fully_shard(linear(), mesh=m, shard_placement_fn=lambda p: Shard(2)),
@@ -308,15 +270,7 @@ BAD = [
         TypeError,
         "ignored_params must be parameters, got 'weight'",
     ),
-    (_twice, AssertionError, "was given to fully_shard.. before"),
     (_inside, ValueError, "weight of a Linear has a unit already.*inner modules first"),
-    (_tied, ValueError, r"weight of a Linear is shared with another unit.*fully_shard\(\[a, b\]\)"),
-    (_scalar, ValueError, "Change scale to a 1D tensor"),
-    (
-        lambda m: fully_shard(distribute_module(linear(), m), mesh=m),
-        ValueError,
-        "must be on other, named dimensions of one mesh",
-    ),
     (
         lambda m: fully_shard(eager.fully_shard(linear(), mesh=m), mesh=m),
         AssertionError,

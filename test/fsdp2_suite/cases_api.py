@@ -98,30 +98,6 @@ def settings_with_equal_results(side, name):
     return side.train(model, side.data(4, 16), after_backward=finish)
 
 
-REFUSED = {
-    "set_requires_gradient_sync": False,
-    "set_requires_all_reduce": False,
-    "set_reshard_after_backward": False,
-    "set_all_reduce_hook": print,
-}
-
-
-@case(Refused(NotImplementedError, "Instead"), each=REFUSED, quick=True, modes=["compiled"])
-def settings_without_a_counterpart(side, name):
-    model = side.shard(mlps(), "*")
-    getattr(model[0], name)(REFUSED[name])
-    side.compile(model)
-    return []
-
-
-@case(Refused(RuntimeError, "before"), modes=["compiled"])
-def set_reshard_after_forward_late(side):
-    model = side.shard(mlps(), "*")
-    side.compile(model)(side.data(4, 16)[0]).sum().backward()
-    model.set_reshard_after_forward(False)
-    return side.state(model)
-
-
 @case()
 def shared_communication(side):
     model = side.shard(mlps(3), "*")
@@ -181,8 +157,8 @@ def tied_to_a_parent(side):
 ERRORS = {
     # what is wrong: the call, words of our error
     "twice": (lambda s: s.shard(s.shard(MLP())), "once per module"),
-    "ModuleList": (lambda s: s.shard(nn.ModuleList([MLP()])), "as a list"),
-    "ModuleDict": (lambda s: s.shard(nn.ModuleDict({"a": MLP()})), "as a list"),
+    "ModuleList": (lambda s: s.shard(nn.ModuleList([MLP()])), "implement forward"),
+    "ModuleDict": (lambda s: s.shard(nn.ModuleDict({"a": MLP()})), "implement forward"),
     "scalar": (scalar, "1D tensor"),
     "3-D mesh": (lambda s: s.shard(MLP(), mesh=s.mesh(s.world, 1, 1)), "1D or 2D"),
     "uneven": (lambda s: s.shard(nn.Linear(5, 4), shard_placement_fn=last), "uneven sharding"),
@@ -213,17 +189,11 @@ ERRORS = {
 @case(
     *(Refused(Exception, words, eager=Exception) for _, words in ERRORS.values()),
     each=ERRORS,
-    quick=True,
+    quick="each",
 )
 def errors(side, name):
     ERRORS[name][0](side)
     return []
-
-
-@case(compiled=Refused(NotImplementedError, "host_gib"))
-def offloading(side):
-    model = side.shard(mlps(), offload_policy=side.fsdp.CPUOffloadPolicy(pin_memory=False))
-    return side.train(model, side.data(4, 16))
 
 
 @case(compiled=Refused(NotImplementedError, "mesh['dp']"))

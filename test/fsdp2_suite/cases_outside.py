@@ -136,13 +136,13 @@ def freezing_between_steps(side, what):
 
 @case(quick=True)
 def clipping_by_attribute(side):
-    model = side.shard(LM(), "layers.*")
+    model = side.shard(mlps(), "*")
 
     def clip():
-        weights = [model.head.weight, model.embedding.weight]
+        weights = [model[0].up.weight, model[1].down.weight]
         return nn.utils.clip_grad_norm_(weights, 1e-3).full_tensor()
 
-    return side.train(model, side.tokens(), after_backward=clip)
+    return side.train(model, side.data(4, 16), after_backward=clip)
 
 
 @case()

@@ -89,7 +89,7 @@ TRAINED = {
 }  # fmt: skip
 
 
-@case(each=TRAINED, world=4, quick=True)
+@case(each=TRAINED, world=4)
 def training(side, name):
     make, units, options, shape = TRAINED[name]
     model = side.shard(make(), *units.split(), **options)
@@ -98,7 +98,7 @@ def training(side, name):
     return side.train(model, side.tokens() if shape == 0 else side.data(*shape))
 
 
-@case(each=[(True, 17, False), (False, 16, True), (True, 3, True)], world=4, quick=True)
+@case(each=[(True, 17, False), (False, 16, True), (True, 3, True)], world=4)
 def replicas(side, how):
     reshard, width, again = how
     model = nn.Sequential(nn.LayerNorm(width, bias=False), *mlps(2, width))
@@ -179,7 +179,7 @@ POLICIES = [
 ]
 
 
-@case(each=POLICIES, world=4, quick=True)
+@case(each=POLICIES, world=4)
 def mixed_precision(side, mp):
     return side.train(side.shard(mlps(), "*", mp=mp), side.data(4, 16))
 
@@ -260,7 +260,7 @@ def composable_checkpoints(side):
     return side.train(side.shard(model, "layers.*"), side.tokens())
 
 
-@case(each=["in the unit", "around the unit"], quick=True)
+@case(each=["in the unit", "around the unit"])
 def checkpointed_dropout(side, where):
     model = LM(again=where == "in the unit", dropout=0.3)
     if where == "around the unit":
@@ -313,7 +313,7 @@ def a_head_in_chunks(side, how):
     return found + side.state(model)
 
 
-@case(each=["weights", "layers", "frozen late", "unfrozen"], quick=True)
+@case(each=["weights", "layers", "frozen late", "unfrozen"])
 def frozen_parameters(side, what):
     model = mlps(3)
     model[:2].requires_grad_(what not in ("layers", "unfrozen"))
@@ -415,7 +415,7 @@ def accumulation_by_reduce_once(side, how):
     return found
 
 
-@case(each=[2.0, float("inf")], quick=True)
+@case(each=[2.0, float("inf")])
 def clipped_gradients(side, kind):
     model = side.shard(mlps(), "*", mp=(BF16, FP32))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -63,14 +63,15 @@ def case(
     each: Collection[Any] = (),
     world: int = 2,
     modes: Sequence[str] = MODES[:2],
-    quick: bool = False,
+    quick: bool | Literal["each"] = False,
     **by_mode: Verdict,
 ) -> Callable[[Callable[..., Values]], Callable[..., Values]]:
-    """Register a program, once for each value of ``each``, its 2nd argument; the first is quick.
+    """Register a program, once for each value of ``each``, its 2nd argument.
 
     Args:
         expected: the verdict, :data:`EQUAL` by default; or one for each value of ``each``.
         modes: how ours runs; ``by_mode`` has other verdicts for some.
+        quick: run it by day, with the first value alone or, if "each", with all.
     """
 
     def register(function: Callable[..., Values]) -> Callable[..., Values]:
@@ -84,7 +85,7 @@ def case(
             verdict = expected[number % len(expected)] if expected else EQUAL
             verdicts = {mode: by_mode.get(mode, verdict) for mode in modes}
             assert name not in CASES, name
-            CASES[name] = Case(program, world, verdicts, quick and not number)
+            CASES[name] = Case(program, world, verdicts, quick == "each" or (quick and not number))
         return function
 
     return register

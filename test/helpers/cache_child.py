@@ -357,7 +357,7 @@ def state_of(name: str, mesh: Any) -> dict[str, Any]:
 def uuids(name: str) -> dict[str, Any]:
     """Disable passes that nothing has imported yet, and compute the UUIDs of others."""
     off = ["combine_uses", "separate_groups"]
-    assert not [m for m in off if f"torch_ext_bucketing.rewrites.{m}" in sys.modules]
+    assert not [m for m in off if f"torch_ext_bucketing.passes.{m}" in sys.modules]
     os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
     disabled = teb.backend("aot_eager").pipeline.disabled
     from torch_ext_bucketing.passes.pipeline import Pipeline
@@ -377,13 +377,38 @@ def uuids(name: str) -> dict[str, Any]:
     return {"name": name, "disabled": disabled, "uuids": found}
 
 
+def plans(name: str) -> dict[str, Any]:
+    """Plan and schedule random graphs, to compare with a process of another hash seed."""
+    from random_graphs import layered_graph, random_graph
+
+    from torch_ext_bucketing.bucketing.plan import ByCap
+    from torch_ext_bucketing.graph.analysis import GraphAnalysis
+    from torch_ext_bucketing.planner.scheduling import schedule
+
+    found = []
+    for _ in range(2):
+        dist.new_group(list(range(dist.get_world_size())))
+    for seed in range(40):
+        graph = random_graph(seed, 20, ("0", "1", "2")).graph
+        plan = ByCap(400 / 2**20, eligible=lambda start: True).plan(GraphAnalysis(graph))
+        buckets = [[b.kind, [m.name for m in b.members], b.detail] for b in plan.buckets]
+        found.append([buckets, [str(alone) for alone in plan.unmerged]])
+    order = schedule(layered_graph(2000, 100, ["0", "0"], share=False), teb.Overlap()).order
+    return {"name": name, "plans": found, "order": order}
+
+
+WITHOUT_COMPILING = {"uuids": uuids, "plans": plans}
+
+
 def setups(*names: str) -> list[dict[str, Any]]:
-    """Compile each of ``SETUPS`` by name; the name "uuids" runs :func:`uuids` instead."""
+    """Compile each of ``SETUPS`` by name, or run a function of ``WITHOUT_COMPILING``."""
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
     with fake_group(2):
         mesh = init_device_mesh("cpu", (2,))
-        return [uuids(n) if n == "uuids" else state_of(n, mesh) for n in names]
+        return [
+            WITHOUT_COMPILING[n](n) if n in WITHOUT_COMPILING else state_of(n, mesh) for n in names
+        ]
 
 
 def main() -> None:

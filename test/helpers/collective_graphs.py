@@ -1,11 +1,7 @@
 """Small graphs of collectives, and a way to run them for all ranks at once."""
 
 import contextlib
-import io
-import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -198,23 +194,3 @@ def lines_run(function: Callable[[], object], folder: str = "") -> int:
     finally:
         sys.settrace(before)
     return count
-
-
-def _run_script(rank: object, script: str) -> Any:
-    sys.path[:0] = PATHS
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(script, {})
-    return json.loads(printed.getvalue().splitlines()[-1])
-
-
-def under_hash_seeds(script: str) -> list[Any]:
-    """Run ``script`` in two processes with different hash seeds; parse the last line of each as JSON."""
-    from torch_ext_bucketing.testing.ranks import run_ranks
-
-    env = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(PATHS)}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    (found,) = run_ranks(_run_script, 1, script, timeout_s=300)
-    return [found, json.loads(run.stdout.splitlines()[-1])]

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis import HealthCheck, Phase, example, given, note, seed, settings
 from torch.distributed import fsdp as eager_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -183,6 +183,18 @@ class Program:
         return model
 
 
+ALL_SORTS = Program(
+    (("linear", "uneven", "frozen"), ("scale", "few", "unused")),
+    (
+        Call(("groups.0",), POLICIES[2]),
+        Call(("groups.1",), POLICIES[0], reshard=False, ignored=("groups.1.leaves.0.weight",)),
+        Call(("",), POLICIES[2]),
+    ),
+    replicas=2,
+)
+"""What most models have some of, on four ranks."""
+
+
 @st.composite
 def programs(draw: st.DrawFn, ranks: int, tensor: int) -> Program:
     leaves = st.lists(st.sampled_from(LEAVES), min_size=1, max_size=3).map(tuple)
@@ -275,9 +287,10 @@ def run_drawn(rank: int, examples: int, start: int, tensor: int) -> dict[str, in
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
     )
     @given(programs(ranks, tensor))
+    @(example(ALL_SORTS) if (ranks, tensor) == (4, 1) else lambda check: check)
     def check(program: Program) -> None:
         note(str(program))
         try:

@@ -17,6 +17,8 @@ from typing import Any
 from torch_ext_bucketing.testing.ranks import Rank, _Run
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
+_LEAST = 4
+"""Ranks of a pool. Runs of fewer ranks share them: each rank's first compile takes seconds."""
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -32,26 +34,30 @@ class _Pool:
         self.tasks = [f"{self.folder.name}/tasks{rank}" for rank in range(world)]
         for path in self.tasks:
             os.mkfifo(path)
+        self.number = 0
         self.run = _Run(world, Path(self.folder.name), timeout_s=1.0)
         self.run.start(_serve, (self.tasks,), {})
 
     def call(
-        self, task: tuple[Any, ...], timeout_s: float, topology: RingTopology | None
+        self, task: tuple[Any, ...], world: int, timeout_s: float, topology: RingTopology | None
     ) -> list[Any]:
+        """Run a task on the first ``world`` ranks."""
         self.run.timeout_s, self.run.deadline = timeout_s, time.monotonic() + timeout_s
-        data = pickle.dumps(([*sys.path], pickle.dumps(task), timeout_s, topology))
-        for path in self.tasks:
+        self.number += 1
+        store = f"{self.folder.name}/store{self.number}"
+        data = pickle.dumps(([*sys.path], pickle.dumps(task), world, store, timeout_s, topology))
+        for path in self.tasks[:world]:
             Path(path).write_bytes(data)
         found: dict[int, Any] = {}
 
         def keep(rank: int, result: Any) -> None:
             found[rank] = result
-            if len(found) == len(self.tasks):
+            if len(found) == world:
                 raise _Done
 
         with contextlib.suppress(_Done):
             self.run.collect(keep)
-        return [found[rank] for rank in range(len(self.tasks))]
+        return [found[rank] for rank in range(world)]
 
     def end(self) -> None:
         self.run.end()
@@ -61,14 +67,14 @@ class _Pool:
 def _serve(rank: Rank, tasks: list[str]) -> None:
     import torch
 
-    number = 0
     while True:
-        path, given, timeout_s, topology = pickle.loads(Path(tasks[rank.rank]).read_bytes())
+        path, given, world, store, timeout_s, topology = pickle.loads(
+            Path(tasks[rank.rank]).read_bytes()
+        )
         sys.path[:] = path
         function, args = pickle.loads(given)
-        number += 1
-        store, limit = f"{rank.store_path}{number}", timedelta(seconds=timeout_s)
-        me = replace(rank, store_path=store, timeout=limit)
+        limit = timedelta(seconds=timeout_s)
+        me = replace(rank, world_size=world, store_path=store, timeout=limit)
         torch._dynamo.reset()
         torch.manual_seed(0)
         random.seed(0)
@@ -85,11 +91,12 @@ def on_ranks(
     topology: RingTopology | None = None,
 ) -> list[Any]:
     """Do as :func:`torch_ext_bucketing.testing.ring.on_ranks`, on ranks that stay up."""
-    pool = _pools[world] = _pools.get(world) or _Pool(world)
+    size = max(world, _LEAST)
+    pool = _pools[size] = _pools.get(size) or _Pool(size)
     try:
-        return pool.call((function, args), timeout_s, topology)
+        return pool.call((function, args), world, timeout_s, topology)
     except BaseException:
-        _pools.pop(world).end()
+        _pools.pop(size).end()
         raise
 
 

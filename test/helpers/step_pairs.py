@@ -22,9 +22,9 @@ class Branch(nn.Module):
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.wide = nn.Linear(8, 5, dtype=dtype)
+        self.wide = nn.Linear(8, 5, bias=False, dtype=dtype)
         self.narrow = nn.Linear(5, 8, dtype=dtype)
-        self.other = nn.Linear(8, 8, dtype=dtype)
+        self.other = nn.Linear(8, 8, bias=False, dtype=dtype)
         self.gain = nn.Parameter(torch.ones(1, 8, dtype=dtype))
 
     def forward(self, x: torch.Tensor, branch: bool) -> torch.Tensor:

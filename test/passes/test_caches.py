@@ -47,13 +47,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 @pytest.fixture(scope="module")
 def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
     """Compile in a first process, which later ones are compared with."""
-    return checkout.run("uuids", *CACHED, seed=1)
+    return checkout.run("uuids", *CACHED, "plans", seed=1)
 
 
 @pytest.fixture(scope="module")
 def warm(checkout: Checkout, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Compile in a second process: with the same settings, then with others."""
-    return checkout.run("uuids", *CACHED, *OTHERS, "backend, lambda", *EDITED, seed=2)
+    names = ("uuids", *CACHED, *OTHERS, "backend, lambda", *EDITED, "plans")
+    return checkout.run(*names, seed=2)
 
 
 def test_uuids_differ_by_settings_and_not_by_process(warm, cold):
@@ -62,6 +63,12 @@ def test_uuids_differ_by_settings_and_not_by_process(warm, cold):
     assert cold["uuids"]["disabled"] == []  # of no pass, and no error
     uuids = cold["uuids"]["uuids"]
     assert len(set(uuids)) == len(uuids) == 8
+
+
+def test_same_plans_and_order_under_any_hash_seed(warm, cold):
+    assert warm["plans"] == cold["plans"]
+    assert sum(len(buckets) for buckets, _ in cold["plans"]["plans"]) > 40
+    assert len(cold["plans"]["order"]) > 1000
 
 
 def test_the_same_settings_hit_in_a_new_process_and_others_miss(warm, cold):

@@ -36,7 +36,7 @@ from torch_ext_bucketing.bucketing.plan import ByCap, ByUnit
 from torch_ext_bucketing.fsdp.tagging import tag_joint_graph
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
-from torch_ext_bucketing.graph.edits import Snapshot, unchanged_on_error
+from torch_ext_bucketing.graph.edits import Snapshot
 from torch_ext_bucketing.graph.nodes import KINDS, Tag, kind_of, set_tag
 from torch_ext_bucketing.passes.add_by_unit import AddByUnit
 from torch_ext_bucketing.passes.base import GraphPass
@@ -519,21 +519,6 @@ def test_snapshots_see_and_undo_every_change(change):
     snapshot.restore()
     assert described(gm) == before
     gm.graph.lint()
-
-
-def test_all_changes_at_once_are_undone_and_the_error_goes_on():
-    gm = gathers_and_scatters()
-    before = described(gm)
-
-    def changes_and_fails() -> None:
-        with unchanged_on_error(gm.graph):
-            for change in CHANGES.values():
-                change(gm.graph)
-            raise KeyError("first this, then that")
-
-    with pytest.raises(KeyError, match="first this"):
-        changes_and_fails()
-    assert described(gm) == before
 
 
 @dataclass(frozen=True)

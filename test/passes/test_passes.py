@@ -252,8 +252,9 @@ def reversed_reason(init):
 
 
 def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
-    assert silence([ReshardAfterForward()]) == []  # no pass was asked to
-    assert silence([BucketByCap(kinds=())]) == []
+    for passes in ([ReshardAfterForward()], [BucketByCap(kinds=())]):  # none was asked to
+        alone = torch.nn.Sequential(torch.nn.Embedding(12, 8))
+        assert silence(passes, data_parallel(alone, init_device_mesh("cpu", (4,)))) == []
     assert silence([BucketByUnit(order())]) == []
     # No collective in forward, and one for each parameter in backward.
     replicated = data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), "replicate")

@@ -38,9 +38,8 @@ ops = torch.ops.attention_test
 @pytest.mark.parametrize(
     ("kernel", "compiler"),
     [
-        ("cudnn", "inductor"),
         ("FlexAttention", "inductor"),
-        *(at_night(k, "inductor") for k in ("math", "varlen", "flash", "efficient")),
+        *(at_night(k, "inductor") for k in ("cudnn", "math", "varlen", "flash", "efficient")),
         at_night("cudnn", "aot_eager"),
     ],
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from marks import at_night
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,7 +19,7 @@ def two_blocks():
     return data_parallel(TwoBlocks(), mesh), torch.zeros(2, 3, dtype=torch.long)
 
 
-@pytest.fixture(scope="module", params=[None, "all_to_all"])
+@pytest.fixture(scope="module", params=[None, at_night("all_to_all")])
 def drawn(request):
     torch._dynamo.reset()
     target = f"{__name__}:two_blocks"

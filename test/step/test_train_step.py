@@ -1,7 +1,6 @@
 """The graphs of a planned step: norms, updates, their places and their inputs."""
 
 import functools
-import itertools
 import re
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 from marks import at_night
-from sharded_models import Keep, small_transformer
+from sharded_models import Keep, TwoBlocks
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -22,14 +21,13 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.nodes import is_wait, kind_of, updates_of
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.reports.compile import StepReport
-from torch_ext_bucketing.step import update
 from torch_ext_bucketing.step.norm import CLAMP
 from torch_ext_bucketing.step.rules import UPDATE
 from torch_ext_bucketing.testing.training import digest
 
 pytestmark = pytest.mark.torch
 
-UNITS = ["blocks.0", "blocks.1", ""]
+UNITS = ["layers.0", "layers.1", ""]
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -46,7 +44,7 @@ def adamw(model: nn.Module, **options):
 @pytest.fixture
 def model(fake_world):
     torch._dynamo.reset()
-    return teb.data_parallel(small_transformer(), init_device_mesh("cpu", (fake_world,)))
+    return teb.data_parallel(TwoBlocks(), init_device_mesh("cpu", (fake_world,)))
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ NO_HOST = replace(H100, host_ms={})
 def planned(model: nn.Module, optimizer, **options):
     """Take one step; return it, its report and the nodes of its backward graph."""
     graphs = Keep()
-    units = UNITS if hasattr(model, "blocks") else [""]
+    units = UNITS if hasattr(model, "layers") else [""]
     given = {"passes": teb.recipe(model, units=units), **options}
     step = teb.train_step(model, optimizer, loss_of, compiler=graphs, **given)
     step(TOKENS)
@@ -77,7 +75,7 @@ def planned(model: nn.Module, optimizer, **options):
 def with_adamw():
     """Plan a step of the model once, for tests that look at its graph."""
     torch._dynamo.reset()
-    model = teb.data_parallel(small_transformer(), init_device_mesh("cpu", (4,)))
+    model = teb.data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)))
     passes = teb.recipe(model, units=UNITS, machine=NO_HOST)
     return model, *planned(model, adamw(model, foreach=True), passes=passes)
 
@@ -89,8 +87,8 @@ def is_reduced(node: fx.Node) -> bool:
 def test_one_update_per_bucket_follows_its_reduction(fake_world):
     model, step, report, nodes = with_adamw()
     updates = [n for n in nodes if n.target is UPDATE]
-    # Two groups in each of three units.
-    assert len(updates) == len(report.updates) == 6
+    # Two groups in each block, and one in the root.
+    assert len(updates) == len(report.updates) == 5
     assert sorted(f for n in updates for f in updates_of(n)) == sorted(
         name for name, _ in model.named_parameters()
     )
@@ -102,7 +100,7 @@ def test_one_update_per_bucket_follows_its_reduction(fake_world):
         t.to_local().nbytes for s in step.optimizers[0].state.values() for t in list(s.values())[1:]
     )
     assert 0 <= report.state_bytes - state <= 8 * report.gradients  # and the counters of steps
-    assert "27 gradients, 27 updated here in 6 calls (2 eagerly" in report.to_text()
+    assert "10 gradients, 10 updated here in 5 calls (2 eagerly" in report.to_text()
 
 
 def test_readers_keep_their_side_of_an_update(fake_world):
@@ -137,7 +135,7 @@ def test_clipping_by_value_and_watched_norms_leave_updates_at_their_reductions(m
     adam = adamw(model, foreach=True)
     step, report, nodes = planned(model, adam, passes=passes, clip_value=0.1, norms=[2.0])
     assert report.norm_reductions is None
-    assert len(report.updates) == 6
+    assert len(report.updates) == 5
     clamps = [n for n in nodes if n.target is CLAMP]
     assert len(clamps) == 3  # one per reduction
     assert sum(kind_of(n) == "all_reduce" for n in nodes) == 1
@@ -147,23 +145,21 @@ def test_clipping_by_value_and_watched_norms_leave_updates_at_their_reductions(m
     assert step.norms[2.0].keys() == dict(model.named_parameters()).keys()
 
 
-def test_calls_that_wait_for_the_norm_allocate_a_bounded_number_of_bytes(model, monkeypatch):
-    largest = max(largest_shard_bytes(p) for p in model.parameters())
-    monkeypatch.setattr(update, "_CALL_BYTES", largest)
-    before = digest(model)
-    _, report, _ = planned(model, adamw(model, foreach=True), max_norm=1.0)
-    assert report.buffer_bytes == largest
-    assert 2 < len(report.updates) < report.gradients
-    assert sorted(f for fqns in report.updates for f in fqns) == sorted(
-        name for name, _ in model.named_parameters()
-    )
-    # A call is full if the next one of its group does not fit.
-    parameters = dict(model.named_parameters())
-    sizes = {fqn: largest_shard_bytes(p) for fqn, p in parameters.items()}
-    wide = [fqns for fqns in report.updates if parameters[fqns[0]].ndim > 1]
-    for call, following in itertools.pairwise(wide):
-        assert sum(map(sizes.get, call)) + sizes[following[0]] > largest
-    assert digest(model) != before
+def test_calls_that_wait_for_the_norm_allocate_a_bounded_number_of_bytes(fake_world):
+    torch._dynamo.reset()
+    layers = (nn.Linear(2048, 2048, bias=False) for _ in range(7))  # shards of 4 MiB
+    model = nn.Sequential(nn.Embedding(8, 2048), *layers)
+    teb.data_parallel(model, init_device_mesh("cpu", (fake_world,)))
+    adam, most = torch.optim.AdamW(model.parameters(), foreach=True), 16 << 20
+    _, report, _ = planned(model, adam, max_norm=1.0)
+    sizes = {fqn: largest_shard_bytes(p) for fqn, p in model.named_parameters()}
+    calls = [sum(map(sizes.get, call)) for call in report.updates]
+    assert report.buffer_bytes == max(calls) <= most
+    assert sorted(f for fqns in report.updates for f in fqns) == sorted(sizes)
+    # A call is full if the next one's first parameter does not fit.
+    for nbytes, following in zip(calls, report.updates[1:], strict=False):
+        assert nbytes + sizes[following[0]] > most
+    assert len(calls) > 1
 
 
 def test_another_optimizer_runs_eagerly_with_a_warning(tiny):
@@ -209,7 +205,7 @@ def test_bad_input_is_refused_before_anything_is_compiled(model):
         teb.train_step(model, torch.optim.LBFGS(model.parameters()), loss_of)
     with pytest.raises(ValueError, match=r"of SGD belong to an earlier optimizer, too: param_g"):
         teb.train_step(model, [adam, torch.optim.SGD(model.parameters(), lr=0.1)], loss_of)
-    foreign = torch.optim.AdamW(small_transformer().parameters())
+    foreign = torch.optim.AdamW(TwoBlocks().parameters())
     with pytest.raises(ValueError, match=r"are not in .*param_groups\[0\]"):
         teb.train_step(model, foreign, loss_of)
 

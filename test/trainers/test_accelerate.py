@@ -17,7 +17,7 @@ if missing:
     pytest.skip(f"{' and '.join(missing)} not installed; to run: {HOW}", allow_module_level=True)
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import DynamoBackend  # noqa: E402
 from pages import code_of  # noqa: E402
 
@@ -37,9 +37,12 @@ def join(rank: Rank) -> None:
     me, ranks = str(rank.rank), str(rank.world_size)
     os.environ.update(RANK=me, LOCAL_RANK=me, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", HF_HUB_OFFLINE="1")
-    dist.init_process_group(
-        "gloo", f"file://{rank.store_path}", rank=rank.rank, world_size=rank.world_size
-    )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo", f"file://{rank.store_path}", rank=rank.rank, world_size=rank.world_size
+        )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     accelerate.fsdp2_on_cpu()
 
 
@@ -106,17 +109,20 @@ def by_trainer(rank: Rank, ours: bool, folder: str, model=None, resume=None, **s
     return shards_of(trainer.model), log_of(trainer), made
 
 
+def both(rank: Rank, function, folder: str, **settings):
+    """Run a function on eager FSDP2, then on ours: importing transformers takes seconds."""
+    return [function(rank, ours, f"{folder}/{ours}", **settings) for ours in (False, True)]
+
+
 ACCUMULATES = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def test_trainer_trains_to_the_weights_of_eager_fsdp2(tmp_path):
     """With clipping, microbatches that are reduced once, evaluation, and a checkpoint."""
     saves = {"save_strategy": "steps", "save_steps": 2, **ACCUMULATES}
-    run = functools.partial(run_ranks, timeout_s=240)
-    theirs, ours = (
-        run(functools.partial(by_trainer, **saves), 2, compiled, str(tmp_path / str(compiled)))
-        for compiled in (False, True)
-    )
+    run = functools.partial(both, **saves)
+    found = run_ranks(run, 2, by_trainer, str(tmp_path), timeout_s=240)
+    theirs, ours = zip(*found, strict=True)
     assert [r[:2] for r in ours] == [r[:2] for r in theirs]
     evaluated = [entry for entry in ours[0][1] if "eval_loss" in entry]
     assert len(evaluated) == 2
@@ -149,10 +155,8 @@ BF16 = {"bf16": True, "model": {"attn_implementation": "eager"}}
     ],
 )
 def test_trainer_with(settings, tmp_path):
-    theirs, ours = (
-        run_ranks(functools.partial(by_trainer, **settings), 2, c, str(tmp_path), timeout_s=240)
-        for c in (False, True)
-    )
+    run = functools.partial(both, **settings)
+    theirs, ours = zip(*run_ranks(run, 2, by_trainer, str(tmp_path), timeout_s=240), strict=True)
     assert [r[:2] for r in ours] == [r[:2] for r in theirs]
     assert ours[0][2]
 
@@ -311,7 +315,7 @@ def by_sft(rank: Rank, ours: bool, folder: str):
 def test_trl_trains_to_the_weights_of_eager_fsdp2(tmp_path):
     """Its loss and its metrics, too; its head breaks the graph after the layers."""
     pytest.importorskip("trl", reason=f"to run: {HOW}")
-    theirs, ours = (run_ranks(by_sft, 2, c, str(tmp_path), timeout_s=300) for c in (False, True))
+    theirs, ours = zip(*run_ranks(both, 2, by_sft, str(tmp_path), timeout_s=300), strict=True)
     assert [r[:2] for r in ours] == [r[:2] for r in theirs]
     assert "entropy" in ours[0][1][0]
     assert ours[0][2]
