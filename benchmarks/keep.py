@@ -33,7 +33,8 @@ from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
-from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
+from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner
+from torch_ext_bucketing.planner.keep.outcome import Outcome
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.orders import schedule_model

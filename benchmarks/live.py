@@ -47,8 +47,8 @@ from torch_ext_bucketing.graph.liveness import donated_by_autograd
 from torch_ext_bucketing.graph.nodes import tag_of
 from torch_ext_bucketing.graph.sizes import SizeHints
 from torch_ext_bucketing.passes import backends
-from torch_ext_bucketing.passes.backends import pin_order
 from torch_ext_bucketing.passes.base import Compilation, GraphPass
+from torch_ext_bucketing.passes.pin import pin_order
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import job_machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner

@@ -44,7 +44,8 @@ from benchmarks.eager_parity.devices import nodes
 from torch_ext_bucketing.fsdp.tagging import parameter_chains
 from torch_ext_bucketing.passes.reshard_to import Smaller, make_smaller_group, what_fits
 from torch_ext_bucketing.planner.cost.machine import Machine, job_machine
-from torch_ext_bucketing.planner.keep.keep import KeepPlanner, Outcome
+from torch_ext_bucketing.planner.keep.keep import KeepPlanner
+from torch_ext_bucketing.planner.keep.outcome import Outcome
 from torch_ext_bucketing.reports.base import columns
 
 from .command import add_between, add_number, matching, parser_of_graphs, write_json

@@ -22,8 +22,8 @@ from torch.utils import _triton
 from benchmarks.graphs import Graph
 from torch_ext_bucketing.graph.nodes import is_collective, is_compute, started_by
 from torch_ext_bucketing.passes import backends
-from torch_ext_bucketing.passes.backends import pin_order
 from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.pin import pin_order
 
 
 class Generated(BaseException):

@@ -52,7 +52,8 @@ from torch_ext_bucketing.graph.nodes import (
     kind_of,
     started_by,
 )
-from torch_ext_bucketing.passes.backends import backend, pin_order
+from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.pin import pin_order
 from torch_ext_bucketing.planner import cap_search
 from torch_ext_bucketing.planner.cap_search import BySearch
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
@@ -767,6 +768,20 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
     assert _pinned_after(gm) == {"aten.cat.default": ["mm_1", "sum_2"]}
     (pack,) = (n for n in gm.graph.nodes if str(n.target) == "control_deps")
     assert pack.meta["dislike_padding"]  # rows of a bucket have no gaps between them
+
+
+@pytest.mark.torch
+def test_a_kernel_that_reads_a_value_last_runs_before_the_next_product():
+    """Otherwise Inductor may run the sum at the bucket, and the product stays live until then."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = x @ y
+        bias, scaled = first.sum(0), first.exp()
+        return bias, x @ y @ scaled
+
+    gm = make_fx(step, tracing_mode="fake")(torch.randn(DIM, DIM), torch.randn(DIM, DIM))
+    pin_order(gm.graph)
+    assert "sum_1" in _pinned_after(gm)["aten.mm.default"]
 
 
 @pytest.mark.torch

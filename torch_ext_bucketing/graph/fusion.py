@@ -24,8 +24,9 @@ import torch
 import torch.fx as fx
 
 from .._torch.without_device import stands_for_cuda
-from .nodes import tensors_in
-from .operators import REARRANGES, SCATTERS, Operators, adds_to_larger
+from .dependencies import Precedence
+from .nodes import is_view, launched_by, tensors_in
+from .operators import REARRANGES, SCATTERS, Operators, adds_to_larger, is_fused
 
 _aten = torch.ops.aten
 _LONGEST_PERSISTENT = 1024
@@ -75,6 +76,35 @@ class Fused:
     # By node that a kernel writes, buffers of the same size that it may write it into, as each
     # element is read for the same element alone.
     reused: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+    def together(self, dependencies: Precedence, order: Iterable[int]) -> list[int]:
+        """Return ``order`` with the nodes of each kernel where the kernel runs.
+
+        ::
+
+            max  bmm  exp(x, max)  mm(exp)        max  exp(x, max)  bmm  mm(exp)
+        """
+        # Inductor runs a kernel before the first node that needs one of its results, unless a
+        # pinned node waits for it (:mod:`.passes.backends`).
+        nodes, needs = dependencies.nodes, dependencies.needs
+        row = {node: i for i, node in enumerate(nodes)}
+        members: dict[int, list[int]] = {}
+        for node, first in self.runs_at.items():
+            if node in row and first in row:
+                members.setdefault(row[first], []).append(row[node])
+        placed = dict[int, None]()
+        for i in order:
+            placed[i] = None
+            for member in members.get(i, ()):
+                late, stack = dict[int, None](), [member]
+                while stack:
+                    j = stack.pop()
+                    if j not in placed and j not in late:
+                        late[j] = None
+                        stack += needs[j]
+                if all(_moves(nodes[j]) for j in late):
+                    placed |= dict.fromkeys(sorted(late))
+        return list(placed)
 
 
 def fused(
@@ -457,6 +487,11 @@ class _Walk:
         if nbytes is None:  # written only if another kernel reads it, which later nodes show
             self._written.append((joined, node))
         kernel.shares[node] = kernel.shares.get(node, 0) + read + (nbytes or 0)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Return whether a node is part of a kernel, or runs none."""
+    return is_fused(node) or (is_view(node) and launched_by(node) is None)
 
 
 def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:

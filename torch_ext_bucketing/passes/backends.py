@@ -1,24 +1,4 @@
-"""Compile with graph passes: backends for ``torch.compile``.
-
-Inductor's scheduler may move a node to anywhere after its inputs: to lower the peak of memory
-(``reorder_for_peak_memory``), to start collectives earlier (``enable_simple_overlap``), to have
-fewer partitions for CUDA graphs. So :func:`pin_order` pins the order of collectives, copies to and
-from host memory, waits and compute nodes. Kernels between them may still fuse and move::
-
-    mm1  mm2  rs  mm3  wait         mm2 after mm1, rs after mm2, mm3 after rs, wait after mm3
-
-It also pins where a bucket of reductions is packed. Inductor allocates the whole buffer for the
-first kernel that writes a part of it. That kernel may fuse with the one that computes the part,
-long before the other parts exist, and before kernels that read large values for the last time::
-
-    sum1  ...  mm1  sum2  cat(sum1, mm1, sum2)  rs      cat after mm1 and sum2, with all kernels
-                                                        that copy into it
-
-And it pins the gradient of an embedding. Its kernel may fuse with a small one, such as that of a
-norm's gradient in the first block, and so allocate the whole table before the bucket of the block::
-
-    sum  cat(sum, ...)  rs  table.index_put(values)     index_put after rs
-"""
+"""Compile with graph passes: backends for ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -40,8 +20,6 @@ from .._torch.aot import Wrap, compile_aot, copies_in_partitioner, stage_of
 from .._torch.inductor import (
     CustomGraphPass,
     compile_inductor,
-    keep_dense,
-    run_after,
     sort_topologically,
     uses_cuda_graphs,
 )
@@ -51,16 +29,6 @@ from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_cou
 from ..fqns import format_names
 from ..fsdp.gather import attach
 from ..fsdp.tagging import gradients_of, named_inputs
-from ..graph.layout import pack_of
-from ..graph.nodes import (
-    host_stream,
-    is_collective,
-    is_compute,
-    is_number,
-    is_view,
-    launched_by,
-)
-from ..graph.operators import adds_to_larger, is_fused, is_reduction
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..runtime import agreement
@@ -68,6 +36,7 @@ from ..runtime.agreement import as_fresh_frame, before_first_run
 from ..runtime.launches import GraphLaunches, launches_of
 from .base import ORDER, PARKED, Compilation, Extension, GraphPass, Stage
 from .cache_key import code_of_fields, describe, digest, log_no_uuid
+from .pin import pin_order
 from .pipeline import Pipeline
 from .recompute_check import RecomputeCheck
 
@@ -342,53 +311,6 @@ def _warn_of_group_names(launches: GraphLaunches) -> None:
             launches.stage,
             ", ".join(named),
         )
-
-
-def pin_order(graph: fx.Graph) -> int:
-    """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
-    packs = {p for n in graph.nodes if is_collective(n) and (p := pack_of(n)) is not None}
-    keep_dense(packs)
-    earlier: dict[fx.Node, list[fx.Node]] = {}
-    pinned: list[fx.Node] = []
-    after: dict[fx.Node, int] = {}  # how many of the pinned nodes run before a node and with it
-    for node in graph.nodes:
-        # A bucket is packed part by part, so each part counts.
-        last = min if node in packs else max
-        # A number, such as a size, needs no kernel of the node that it is read from.
-        after[node] = (
-            0 if is_number(node) else last(map(after.__getitem__, node.all_input_nodes), default=0)
-        )
-        starts = is_collective(node) or host_stream(node) is not None
-        in_order = starts or launched_by(node) is not None or is_compute(node)
-        in_order = in_order or adds_to_larger(node)
-        if (in_order or node in packs) and after[node] < len(pinned):
-            earlier[node] = pinned[-1:]
-            after[node] = len(pinned)
-        if node in packs:
-            late = [n for n in _sums(node) if not pinned or n > pinned[-1]]
-            if late:
-                earlier[node] = [*earlier.get(node, ()), *late]
-        if in_order:
-            pinned.append(node)
-            after[node] = len(pinned)
-    run_after(graph, earlier)
-    return len(earlier)
-
-
-def _sums(pack: fx.Node) -> list[fx.Node]:
-    """Return the reductions that a buffer is packed from; a fused kernel packs other values."""
-    sums: list[fx.Node] = []
-    visited, stack = set[fx.Node](), list(pack.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        if is_reduction(node):
-            sums.append(node)
-        elif is_fused(node) or (is_view(node) and node.op == "call_function"):
-            stack += node.all_input_nodes
-    return sums
 
 
 def backend(

@@ -107,6 +107,10 @@ def schedule(
             raise AssertionError("the order breaks a dependency")
         _reorder(graph, model.dependencies, order)
 
+    def in_kernels() -> list[int]:
+        assert model.graph.fused is not None
+        return model.graph.fused.together(model.dependencies, range(len(model)))
+
     try:
         with paused_gc():
             costs = Costs(machine, hints)
@@ -115,13 +119,16 @@ def schedule(
             reorder(model, order)
             if machine.fuses:  # which kernels there are depends on the order
                 model, first = modelled(costs), report
-                report, order = _in_its_order(model, policies, first), range(len(model))
+                order = in_kernels()
+                report = _in_its_order(model, order, policies, first)
                 # Its kernels may miss a bound that the estimate kept: once more, from this order.
                 if report.misses > first.misses:
                     again = schedule_model(model, policies, first.reference_bytes)
                     reorder(model, again.order)
                     model = modelled(costs)
-                    report = _in_its_order(model, policies, again.report, first)
+                    order = in_kernels()
+                    report = _in_its_order(model, order, policies, again.report, first)
+                reorder(model, order)
             price = rank_order_ms(model, order, costs)
             notes = report.notes
             if price is not None and "all_to_all" in costs.by_torch:
@@ -146,16 +153,17 @@ def schedule(
 
 def _in_its_order(
     model: Model,
+    order: Sequence[int],
     policies: Sequence[Policy],
     made: ScheduleReport,
     first: ScheduleReport | None = None,
 ) -> ScheduleReport:
-    """Return the report of a graph that has the order ``made``, with the bytes that it has there.
+    """Return the report of ``made`` with the bytes that its kernels take in ``order``.
 
     ``first`` is the report of the graph's former order, if ``made`` is another one's.
     """
     earlier = first or made
-    reached = Timeline.of(model)
+    reached = Timeline.of(model, order)
     case = Case(model, reached, earlier.reference_bytes)
     bounds = tuple(p.report(case, reached) for p in policies)
     return replace(

@@ -19,6 +19,7 @@ class HeldUnits:
     """Peaks of choices, and times, of the units of a joint graph, by their places in it.
 
     Attributes:
+        keepables: the units.
         again_ms: milliseconds that backward spends to make each unit again: its gathers on their
             streams, its activations in kernels. Of a part, the time that its gathers take above
             those in the smaller group.
@@ -26,7 +27,7 @@ class HeldUnits:
     """
 
     def __init__(self, partitioned: PartitionedModel) -> None:
-        self._partitioned = partitioned
+        self._partitioned, self.keepables = partitioned, partitioned.keepables
         self._forward, self._backward = partitioned.forward, partitioned.backward
         backward = self._backward
         self.again_ms = [0.0 for _ in partitioned.keepables]

@@ -29,19 +29,19 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ..._torch import paused_gc
 from ...graph.nodes import pinned_bytes
-from ...reports.base import size_text
-from ...reports.planner import KeepReport, KeptUnit
+from ...reports.planner import KeepReport
 from ..schedule.list_schedule import ROUNDING
 from ..schedule.model import Model
 from ..schedule.orders import rank, schedule_model, schedule_within
 from ..schedule.policy import Overlap, Policy, policies_of, within
 from ..schedule.timeline import step_ms
 from .held import HeldUnits
+from .outcome import Outcome, units_of, warning_of
 from .partitioned import PartitionedModel
 
 _Set: TypeAlias = frozenset[int]
@@ -53,7 +53,6 @@ _NODES = 15_000
 _FEW = 12
 _SCHEDULED = 120
 _SHARES = 4  # of gathers, in the first rankings
-_SHOWN = 16  # of equal gathers, whose gains are evaluated for the report
 _MANY = 32  # with more keepables, don't try each in the remaining room
 
 # If an order that misses the bound is faster than the best that keeps it by this factor, orders
@@ -63,28 +62,6 @@ _FASTER = 1.1
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
 CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 """Bounds of a curve, relative to the peak with nothing kept."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Schedules of forward and backward with a choice."""
-
-    kept: frozenset[int]  # indices of the keepables
-    step_ms: float  # sum of both halves
-    peak_bytes: int  # larger peak of both halves
-    above: int  # bytes of the peak above the bound
-    misses: float  # sum over other bounds of (value - bound) / bound
-    # Storages that wait in ``host_bytes`` of pinned memory for backward.
-    parked: frozenset[int] = frozenset()
-    host_bytes: int = 0
-
-    @property
-    def rank(self) -> tuple[float, ...]:
-        """Sort key, the smallest is the best; of equals the one that parks less, or keeps more."""
-        return self.above, *rank(self.misses, self.step_ms, self.host_bytes, -len(self.kept))
-
-    def __lt__(self, other: Outcome) -> bool:
-        return self.rank < other.rank
 
 
 class KeepPlanner:
@@ -560,7 +537,7 @@ class KeepPlanner:
                 smaller = (self.scheduled(less, room, chosen.parked) for less in tried)
                 then_ms = next((one.step_ms for one in smaller if not one.above), None)
                 less_ms = None if then_ms is None else max(0.0, then_ms - chosen.step_ms)
-            units = self._units(kept)
+            units = units_of(kept, self._kinds, self._held, self._backward_ms)
         more_kept = sorted(next_kept - kept) if next_ms > 0.0 else ()
         drawn = self.curve() if curve else ()
         return chosen, KeepReport(
@@ -579,7 +556,7 @@ class KeepPlanner:
             host_bytes=chosen.host_bytes,
             parked=len(chosen.parked),
             blocks=self.partitioned.blocks(kept, chosen.parked, self.candidates),
-            warning=self._warning(chosen, limit),
+            warning=warning_of(chosen, limit, self._kinds, self._held, self._at_start),
             size_hints=self.partitioned.costs.hints.to_text(),
             machine=self.partitioned.costs.machine.describe(),
             seconds=self._seconds + time.perf_counter() - clock,
@@ -598,52 +575,10 @@ class KeepPlanner:
             points.append((bound, outcome))
         return tuple(points)
 
-    def _units(self, kept: _Set) -> tuple[KeptUnit, ...]:
-        backward_ms, again_ms = self._backward_ms(kept), self._held.again_ms
-        saved = dict[int, float]()
-        alike: dict[tuple[int, bool], list[int]] = {}
-        for k in self.candidates:
-            alike.setdefault((self._kind_of[k], k in kept), []).append(k)
-        for some in alike.values():
-            # Of many equal blocks one in several is evaluated: its neighbours differ little.
-            each = -(-len(some) // _SHOWN)
-            for number, k in enumerate(some):
-                if not self._keepables[k].starts:
-                    saved[k] = again_ms[k]
-                elif number % each == 0:
-                    saved[k] = abs(self._backward_ms(kept ^ {k}) - backward_ms)
-                else:
-                    saved[k] = saved[some[number - number % each]]
-        named = ((k, self._keepables[k]) for k in self.candidates)
-        return tuple(
-            KeptUnit(u.name, k in kept, u.nbytes, again_ms[k], saved[k], len(u.fqns), u.whole >= 0)
-            for k, u in named
-        )
-
     def _backward_ms(self, kept: _Set) -> float:
         """Return backward's time with a choice, in the order found for nothing kept."""
         stay = set(self.partitioned.places_without(kept))
         return step_ms(self.partitioned.in_place(kept), [i for i in self._order if i in stay])
-
-    def _warning(self, chosen: Outcome, limit: int) -> str:
-        bound = f"the bound of {size_text(limit)}"
-        if chosen.above:
-            return (
-                f"{len(chosen.kept) or 'nothing'} is kept: the smallest peak found is "
-                f"{size_text(chosen.peak_bytes)}, {size_text(chosen.above)} above {bound}; before "
-                f"backward begins {size_text(self._at_start)} are there with nothing kept"
-            )
-        if chosen.kept or not self.candidates:
-            return ""
-        peaks = {kind[-1]: self._held.peak_bytes(kind[-1:]) for kind in self._kinds}
-        k = min(peaks, key=lambda k: (peaks[k], k))
-        unit = self._keepables[k]
-        if peaks[k] > limit:
-            return (
-                f"nothing is kept: the cheapest unit, {unit.name}, needs a peak of "
-                f"{size_text(peaks[k])}, {size_text(peaks[k] - limit)} above {bound}"
-            )
-        return f"nothing is kept: no unit makes the step shorter under {bound}"
 
 
 def _parts_of(some: Sequence[int]) -> list[Sequence[int]]:

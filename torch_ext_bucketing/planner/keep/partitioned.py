@@ -312,9 +312,10 @@ class PartitionedModel:
         peaks = []
         halves = zip(self._halves_of(kept), self._places_of(kept), orders, strict=True)
         for half, places, order in halves:
-            ordered = self._split.in_order(places, half, order)
-            live = self._split.fused(half, half.liveness.kept, ordered).liveness
-            peaks.append(live.peak(order))
+            ordered, kept_here = self._split.in_order(places, half, order), half.liveness.kept
+            live = self._split.fused(half, kept_here, ordered).liveness
+            kernels, _ = self._split.kernels(kept_here, tuple(ordered))
+            peaks.append(live.peak(kernels.together(half.dependencies, order)))
         return max(peaks)
 
     def _places_of(self, kept: Collection[int]) -> tuple[list[int], list[int]]:
@@ -478,7 +479,7 @@ class _Split:
 
     def fused(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
         """Return a half, its buckets merged, with the fused kernels of ``places``."""
-        kernels, fused_ms = self._kernels(kept, tuple(places))
+        kernels, fused_ms = self.kernels(kept, tuple(places))
         of_node = self._live.of_node
         rows = zip(model.dependencies.nodes, model.ms, model.view, strict=True)
         ms = [ms if view else fused_ms.get(n, ms) for n, ms, view in rows]
@@ -486,7 +487,7 @@ class _Split:
         live = with_packed(live, model.dependencies, model.members, of_node, kernels)
         return replace(model, ms=ms, liveness=live)
 
-    def _kernels(
+    def kernels(
         self, kept: Collection[int], places: tuple[int, ...]
     ) -> tuple[Fused, dict[fx.Node, float]]:
         """Find the fused kernels of ``places``, once, and the milliseconds of their nodes."""
