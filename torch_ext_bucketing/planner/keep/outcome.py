@@ -1,4 +1,4 @@
-"""Describe a choice of what stays: its outcome, its units, and why no more is kept."""
+"""Describe a choice of units that stay: its outcome, its units, and why no more is kept."""
 
 from __future__ import annotations
 
