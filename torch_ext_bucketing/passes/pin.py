@@ -123,7 +123,7 @@ class _LastReads:
         return [self._viewed.get(n, n) for n in node.all_input_nodes]
 
     def before(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes, once, of kernels that free a value before ``node``; none of its inputs."""
+        """Return nodes of kernels that free a value before ``node``, each once; not its inputs."""
         nodes: list[fx.Node] = []
         place = self._place
         while self._waiting and self._waiting[0][0] < place[node]:
