@@ -5,7 +5,9 @@ import operator
 import pytest
 import torch
 from random_graphs import Builder
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.fusion import fused
 from torch_ext_bucketing.graph.operators import Operators
 from torch_ext_bucketing.planner.cost.cost import Costs
@@ -257,3 +259,18 @@ def test_estimates_come_before_fused_times(g):
     g.graph.output(last)
     machine = Machine(fuses=True, estimate=lambda n, nbytes: 5.0 if n is first else None)
     assert Costs(machine).times([first, last])[0][0] == 5.0
+
+
+def test_nodes_of_a_kernel_stand_where_it_runs():
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = x.amax(1, keepdim=True)
+        product = x @ y
+        return product, (x - largest).exp() @ y
+
+    graph = make_fx(step, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 8)).graph
+    analysis = GraphAnalysis(graph, fuses=True)
+    dependencies, kernels = analysis.dependencies, analysis.fused
+    order = kernels.together(dependencies, range(len(dependencies.nodes)))
+    assert dependencies.is_order(order)
+    names = [dependencies.nodes[i].name for i in order]
+    assert names == ["amax", "sub", "exp", "mm", "mm_1"]

@@ -85,7 +85,7 @@ class Fused:
             max  bmm  exp(x, max)  mm(exp)        max  exp(x, max)  bmm  mm(exp)
         """
         # Inductor runs a kernel before the first node that needs one of its results, unless a
-        # pinned node waits for it (:mod:`.passes.backends`).
+        # pinned node waits for it (:mod:`.passes.pin`).
         nodes, needs = dependencies.nodes, dependencies.needs
         row = {node: i for i, node in enumerate(nodes)}
         members: dict[int, list[int]] = {}

@@ -145,7 +145,7 @@ def read_once(node: fx.Node) -> fx.Node | None:
 def adds_to_larger(node: fx.Node) -> bool:
     """Return whether a node adds values to a larger tensor, as the gradient of an embedding does.
 
-    Where nodes are pinned, such a node is, too (:mod:`.passes.backends`), and shares no kernel.
+    Where nodes are pinned, such a node is, too (:mod:`.passes.pin`), and shares no kernel.
     """
     if node.target not in _INDEX_PUTS:
         return False
