@@ -227,6 +227,7 @@ class _Orders:
         return True
 
     def _make_each(self, sorts: Iterable[Options]) -> None:
+        """Make an order of each sort that was not tried, under the bounds."""
         for name, free in [self._left.pop(sort) for sort in sorts if sort in self._left]:
             options = self._bounds.ask(free)
             if self._bounds.unbounded:
