@@ -15,8 +15,7 @@ torch's default partitioner cuts the graph, both halves are scheduled under the 
 bucket per unit. The row ``choice`` has the larger peak of both halves, with the shards and
 gradients that the half does not read, against the larger true one. The device is torch's own.
 
-Exit status: 0, or 1 if a
-planned peak is not within 0.97 to 1.03 of the true one.
+Exit status: 0, or 1 if a planned peak is not within 0.97 to 1.05 of the true one.
 """
 
 from __future__ import annotations

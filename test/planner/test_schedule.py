@@ -771,6 +771,29 @@ def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
 
 
 @pytest.mark.torch
+def test_a_bucket_of_gathers_is_packed_where_it_is_planned():
+    """Otherwise Inductor packs all shards first, and holds the packed ones until their gathers."""
+    group = dist.group.WORLD.group_name
+
+    def step(x: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+        for shard in shards:
+            packed = torch.cat([shard.flatten(), shard.flatten()])
+            whole = torch.empty(2 * packed.numel())
+            part = whole[: packed.numel()].copy_(packed)
+            gather = torch.ops._c10d_functional.all_gather_into_tensor_out
+            gathered = torch.ops._c10d_functional.wait_tensor(gather(part, 2, group, out=whole))
+            x = x @ gathered[: DIM * DIM].view(DIM, DIM)
+        return x
+
+    shards = [torch.randn(DIM // 2, DIM) for _ in range(2)]
+    gm = make_fx(step, tracing_mode="fake")(torch.randn(DIM, DIM), *shards)
+    pin_order(gm.graph)
+    after = _pinned_after(gm)
+    assert after["aten.cat.default"] == ["mm"]
+    assert after["aten.empty.memory_format"] == ["mm"]
+
+
+@pytest.mark.torch
 def test_a_kernel_that_reads_a_value_last_runs_before_the_next_product():
     """Otherwise Inductor may run the sum at the bucket, and the product stays live until then."""
 

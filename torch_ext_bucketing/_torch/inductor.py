@@ -264,7 +264,8 @@ def lower_sum(target: Any) -> None:
         return
 
     @register_lowering(target, type_promotion_kind=None)  # type: ignore[untyped-decorator]
-    def _(received: Any, ranks: int, accumulate: torch.dtype, average: bool) -> Any:
+    def lower(received: Any, ranks: int, accumulate: torch.dtype, average: bool) -> Any:
+        """Add the ranks' parts of the buffer ``received``, one after the other."""
         received.realize()
         load, dtype = received.make_loader(), received.get_dtype()
         wide = torch.promote_types(dtype, accumulate)

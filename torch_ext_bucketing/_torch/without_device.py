@@ -58,6 +58,8 @@ def fake_tensors(gpu: str | None) -> Iterator[None]:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
     def real(method: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a method of ``DeviceMesh`` make real tensors on the CPU."""
+
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             ranks = kwargs.get("_rank_map")

@@ -143,11 +143,11 @@ class _Walk:
         self._joined: list[tuple[int, fx.Node, dict[fx.Node, int]]] = []
         self._made_by: dict[fx.Node, int] = {}  # buffer -> kernel, which may be another library's
         self._before: list[int] = []  # by kernel, a bit set of those it needs
-        self._at: list[Kernel | None] = []
+        self._kernel: list[Kernel | None] = []
         self._touching: dict[fx.Node, list[int]] = {}
         # Values that are added to a copy of a constant -> the buffers that they are computed from.
         self._added: dict[fx.Node, dict[fx.Node, int]] = {}
-        self._left: set[fx.Node] = set()  # buffers that other kernels read
+        self._read_elsewhere: set[fx.Node] = set()  # buffers that other kernels read
         self._written: list[tuple[int, fx.Node]] = []
         tensors = (t for n in nodes for t in tensors_in(n.meta.get("val")))
         device = next((t.device.type for t in tensors), "cuda")
@@ -159,11 +159,11 @@ class _Walk:
             self._write(node)
         # Whether a buffer exists is known only now: a result that just its own kernel reads stays
         # in registers and costs no bytes, unless the kernel goes over long rows again.
-        self._left.update(n for _, n in self._written if self._is_read_outside(n))
-        self._left.update(self._read_in_later_loops())
+        self._read_elsewhere.update(n for _, n in self._written if self._is_read_outside(n))
+        self._read_elsewhere.update(self._read_in_later_loops())
         for number, node in self._written:
-            kernel = self._at[number]
-            if kernel is not None and node in self._left:
+            kernel = self._kernel[number]
+            if kernel is not None and node in self._read_elsewhere:
                 kernel.shares[node] = kernel.shares.get(node, 0) + self._size(node)
 
     def _read_in_later_loops(self) -> list[fx.Node]:
@@ -179,7 +179,7 @@ class _Walk:
         last_read: dict[tuple[int, fx.Node], int] = {}
         reductions: dict[int, list[int]] = {}
         for number, node, reads in self._joined:
-            kernel = self._at[number]
+            kernel = self._kernel[number]
             assert kernel is not None
             if kernel.space[1] > _LONGEST_PERSISTENT:
                 for buffer in reads:
@@ -192,8 +192,8 @@ class _Walk:
             for number, node in self._written
             if not self._operators[node].reduces
             and any(
-                place[node] < at < last_read.get((number, node), -1)
-                for at in reductions.get(number, ())
+                place[node] < reduced < last_read.get((number, node), -1)
+                for reduced in reductions.get(number, ())
             )
         ]
 
@@ -202,7 +202,7 @@ class _Walk:
         result = Fused(self.kernels)
         result.written = {node for _, node, _ in self._joined}
         result.within = {n for n in self._inline if n not in result.written}
-        result.within.update(n for _, n in self._written if n not in self._left)
+        result.within.update(n for _, n in self._written if n not in self._read_elsewhere)
         place = self._inside
         members: dict[int, dict[fx.Node, None]] = {}
         inputs: dict[int, dict[fx.Node, int]] = {}  # with the number of members that read each
@@ -280,7 +280,7 @@ class _Walk:
                 whole = self._operators[first]
                 if first not in self._inline and (whole.several or operator.size < whole.size):
                     # Readers of different results, or parts, share nothing.
-                    self._left.add(first)
+                    self._read_elsewhere.add(first)
                     if first in self._made_by:
                         self._made_by[node] = self._made_by[first]
                 else:
@@ -375,7 +375,8 @@ class _Walk:
             if value.target is _aten.cat.default:
                 count += 3 + 4 * len(inputs)
             else:
-                count += 1 + (sum(map(_is_constant, value.args)) if inputs else 0)
+                constants = sum(isinstance(a, (int, float)) for a in value.args)
+                count += 1 + (constants if inputs else 0)
             for root in (self._root.get(n, n) for n in inputs):
                 if root in self._inline and root not in found:
                     found.add(root)
@@ -394,7 +395,7 @@ class _Walk:
             if root in self._inline:
                 self._write(root)
         roots = [self._root.get(n, n) for n in self._operators[node].inputs]
-        self._left.update(roots)
+        self._read_elsewhere.update(roots)
         needs = self._makers(roots)
         number = self._made_by[node] = self._number(None)
         self._stands_after(number, needs)
@@ -420,16 +421,16 @@ class _Walk:
         self._join(node, self._reads(rest), space, into=node, nbytes=moved, alone=alone)
 
     def _number(self, kernel: Kernel | None) -> int:
-        self._at.append(kernel)
+        self._kernel.append(kernel)
         self._before.append(0)
         if kernel is not None:
             self.kernels.append(kernel)
-        return len(self._at) - 1
+        return len(self._kernel) - 1
 
-    def _stands_after(self, at: int, needs: Collection[int]) -> None:
+    def _stands_after(self, number: int, needs: Collection[int]) -> None:
         for k in needs:
-            if k != at:
-                self._before[at] |= self._before[k] | 1 << k
+            if k != number:
+                self._before[number] |= self._before[k] | 1 << k
 
     def _makers(self, buffers: Iterable[fx.Node]) -> set[int]:
         """Return the kernels that write some buffers."""
@@ -445,7 +446,10 @@ class _Walk:
         nbytes: int | None = None,
         alone: bool = False,
     ) -> None:
-        """Write ``node`` in a kernel that touches one of its buffers, or in a new one."""
+        """Write ``node`` in a kernel that touches one of its buffers, or in a new one.
+
+        With ``alone`` the kernel is new, and none that reads the result joins it.
+        """
         # Inductor tries pairs by the bytes that they share, of equals the nearest.
         shared: dict[int, int] = {}
         for buffer, n in reads.items() if not alone else ():
@@ -454,7 +458,7 @@ class _Walk:
         result = node if into is None else self._root.get(into, into)
         needs, joined = self._makers([*reads, result]), -1
         for number in sorted(shared, key=lambda k: (-shared[k], -k)):
-            kernel = self._at[number]
+            kernel = self._kernel[number]
             assert kernel is not None
             both = _common(kernel.space, space)
             if self._cpu and kernel.flat and space[1] > 1:
@@ -467,14 +471,14 @@ class _Walk:
         if joined < 0:
             flat = all(n == self._size(b) and self._numel(b) == space[0] for b, n in reads.items())
             joined = self._number(Kernel(space, flat=flat and space[1] == 1))
-        kernel = self._at[joined]
+        kernel = self._kernel[joined]
         assert kernel is not None
         self._stands_after(joined, needs)
         self._joined.append((joined, node, reads))
         read = 0  # a buffer that the kernel has written or read before costs no bytes
         for buffer, n in reads.items():
             if self._made_by.get(buffer) != joined:
-                self._left.add(buffer)
+                self._read_elsewhere.add(buffer)
                 if buffer not in kernel.buffers:
                     read += n
             kernel.buffers[buffer] = n
@@ -482,7 +486,8 @@ class _Walk:
             if touching[-1:] != [joined]:
                 touching.append(joined)
         self._made_by[node] = self._made_by[result] = joined
-        self._touching.setdefault(result, []).append(joined)
+        if not alone:
+            self._touching.setdefault(result, []).append(joined)
         if into is not None and nbytes is None:
             nbytes = self._size(node)
         if nbytes is None:  # written only if another kernel reads it, which later nodes show
@@ -505,7 +510,3 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
     if s > 1:
         n, r, m = m, s, n
     return (n, r) if r > 1 and m in (n, n * r) else None
-
-
-def _is_constant(argument: Any) -> bool:
-    return isinstance(argument, (int, float))

@@ -160,12 +160,18 @@ def fills_buffer(node: fx.Node) -> bool:
 
 
 def pack_of(start: fx.Node) -> fx.Node | None:
-    """Find the ``cat`` that packs the buffer of a collective and of nothing else."""
+    """Find the ``cat`` that packs the buffer of a collective and of nothing else.
+
+    ::
+
+        cat -> view -> reduce_scatter        cat -> copy_(part of a buffer, cat) -> all_gather
+    """
     node = start
-    while node is start or is_view(node):
-        if not node.all_input_nodes:
+    while node is start or is_view(node) or node.target == _aten.copy_.default:
+        inputs = node.all_input_nodes
+        if not inputs:
             return None
-        node = node.all_input_nodes[0]
+        node = inputs[-1 if node.target == _aten.copy_.default else 0]
         if len(node.users) > 1:
             return None
     return node if node.target == _aten.cat.default else None

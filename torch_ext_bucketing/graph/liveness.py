@@ -168,9 +168,9 @@ def with_fused(
     allocates = list(live.allocates)
     runs_at = {n: first for n, first in kernels.runs_at.items() if n in row and first in row}
     for node, first in runs_at.items():
-        new, at = allocates[row[node]], row[first]
-        allocates[row[node]], allocates[at] = (), (*allocates[at], *new)
-        touches[at] = tuple(dict.fromkeys((*touches[at], *new)))
+        new, place = allocates[row[node]], row[first]
+        allocates[row[node]], allocates[place] = (), (*allocates[place], *new)
+        touches[place] = tuple(dict.fromkeys((*touches[place], *new)))
     instead: dict[int, int] = {}  # storage -> the one that holds its bytes
     free = {s for s in present if s not in live.kept and s not in at_start}
     for node, buffers in kernels.reused.items():
@@ -257,14 +257,14 @@ class LiveBytes:
     """Live bytes as nodes run one after the other."""
 
     def __init__(self, liveness: Storages) -> None:
-        self._size, self._left = liveness.size, list(liveness.uses)
+        self._size, self._uses_left = liveness.size, list(liveness.uses)
         self._allocates, self._touches = liveness.allocates, liveness.touches
         self.now = liveness.at_start
 
     def run(self, i: int) -> int:
         """Run node ``i`` and return the bytes live while it runs; ``now`` is the bytes left."""
         # This runs for each node of each order.
-        size, uses_left, live = self._size, self._left, self.now
+        size, uses_left, live = self._size, self._uses_left, self.now
         for s in self._allocates[i]:
             live += size[s]
         during = live
@@ -277,7 +277,7 @@ class LiveBytes:
 
     def last_use(self, storages: Iterable[int]) -> int:
         """Return the bytes of ``storages`` that one more node frees."""
-        size, uses_left = self._size, self._left
+        size, uses_left = self._size, self._uses_left
         return sum(size[s] for s in storages if uses_left[s] == 1)
 
     def after(self, nodes: Sequence[int]) -> tuple[int, int]:
@@ -288,7 +288,7 @@ class LiveBytes:
         live_after, self.now = self.now, before
         for i in nodes:
             for s in self._touches[i]:
-                self._left[s] += 1
+                self._uses_left[s] += 1
         return most, live_after
 
 

@@ -14,9 +14,9 @@ rows, or none. They pad a shard before it is gathered, and cut gradients::
 So if a graph has such parameters, estimates ignore how a rank handles its own shards
 (:func:`shard_side`): the nodes take no time, a shard has the bytes of the largest rank's (the rows
 after the pad, or before the cut), and copies between a shard and its gather have no bytes, except
-before a pad. Ranks with full shards find such parameters, too, since all ranks cut gathered
-parameters and pad gradients. The norm of gradients and updates have the largest rank's cost instead
-(:class:`Work`).
+before a pad and in a bucket. Ranks with full shards find such parameters, too, since all ranks cut
+gathered parameters and pad gradients. The norm of gradients and updates have the largest rank's
+cost instead (:class:`Work`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 import torch.fx as fx
 
 from .._torch.aot import size_with, symbol_facts
+from .layout import pack_of
 from .nodes import group_size, is_compute, is_wait, kind_of, note, noted, tensors_in
 from .values import is_move
 
@@ -174,8 +175,8 @@ class ShardSide:
     # The nodes that only handle this rank's shards, inputs included: those before gathers without
     # computation, and those between reductions and the outputs.
     nodes: dict[fx.Node, None] = field(default_factory=dict)
-    # Maps nodes to the number of elements that the largest rank has of the parameter or gradient.
-    # Nodes that only some ranks have, and unused inputs, have no entry.
+    # Maps nodes to the number of elements that the largest rank has of the parameter, gradient or
+    # packed shards. Nodes that only some ranks have, and unused inputs, have no entry.
     elements: dict[fx.Node, int] = field(default_factory=dict)
 
 
@@ -221,7 +222,11 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
     # A gather's output buffer has the same size on every rank.
     buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
     side = {n: None for n in nodes if ours[n] and n not in buffers}
-    return ShardSide(side, _parameters(side, elements) | _gradients(side, reduced, elements))
+    packs = (pack_of(start) for start in starts)  # of buckets, which all ranks have
+    packed = {p: elements(p) for p in packs if p is not None and p in side and not _is_pad(p)}
+    return ShardSide(
+        side, _parameters(side, elements) | _gradients(side, reduced, elements) | packed
+    )
 
 
 def _parameters(ours: dict[fx.Node, None], elements: _Elements) -> dict[fx.Node, int]:

@@ -7,12 +7,14 @@ from host memory, waits and compute nodes. Kernels between them may still fuse a
 
     mm1  mm2  rs  mm3  wait         mm2 after mm1, rs after mm2, mm3 after rs, wait after mm3
 
-It also pins where a bucket of reductions is packed. Inductor allocates the whole buffer for the
-first kernel that writes a part of it. That kernel may fuse with the one that computes the part,
-long before the other parts exist, and before kernels that read large values for the last time::
+It also pins where a bucket is packed. Inductor allocates the whole buffer for the first kernel that
+writes a part of it. For a reduction, that kernel may fuse with the one that computes the part, long
+before the other parts exist, and before kernels that read large values for the last time. The
+shards of a gather are there from the start, so all gathers would be packed at once::
 
     sum1  ...  mm1  sum2  cat(sum1, mm1, sum2)  rs      cat after mm1 and sum2, with all kernels
                                                         that copy into it
+    mm1  cat(shards)  mm2  empty  copy_  all_gather     cat after mm1, empty after mm2
 
 And it pins the gradient of an embedding. Its kernel may fuse with a small one, such as that of a
 norm's gradient in the first block, and so allocate the whole table before the bucket of the block::
@@ -50,7 +52,9 @@ from ..graph.operators import adds_to_larger, is_fused, is_reduction
 
 def pin_order(graph: fx.Graph) -> int:
     """Pin collectives, waits and compute nodes; return the number of wrapped nodes."""
-    packs = {p for n in graph.nodes if is_collective(n) and (p := pack_of(n)) is not None}
+    # A gather's ``empty`` is allocated on its own, wherever the copy into it runs.
+    starts = [n for n in graph.nodes if is_collective(n)]
+    packs = {p for n in starts for p in (pack_of(n), n.kwargs.get("out")) if isinstance(p, fx.Node)}
     keep_dense(packs)
     earlier: dict[fx.Node, list[fx.Node]] = {}
     pinned: list[fx.Node] = []
@@ -63,8 +67,8 @@ def pin_order(graph: fx.Graph) -> int:
         after[node] = (
             0 if is_number(node) else last(map(after.__getitem__, node.all_input_nodes), default=0)
         )
-        starts = is_collective(node) or host_stream(node) is not None
-        in_order = starts or launched_by(node) is not None or is_compute(node)
+        in_order = is_collective(node) or host_stream(node) is not None
+        in_order = in_order or launched_by(node) is not None or is_compute(node)
         in_order = in_order or adds_to_larger(node)
         if in_order or node in packs:
             first = last_reads.before(node)
@@ -89,7 +93,6 @@ class _LastReads:
         kernels = GraphAnalysis(graph, fuses=True).fused
         assert kernels is not None
         self._place = {node: i for i, node in enumerate(graph.nodes)}
-        self._viewed: dict[fx.Node, fx.Node] = {}
         donated = donated_by_autograd(graph)
         freed = {n for n in graph.nodes if n.op == "call_function" or donated(n)}
         last = self._last_readers(graph, kernels)
@@ -106,21 +109,17 @@ class _LastReads:
 
     def _last_readers(self, graph: fx.Graph, kernels: Fused) -> dict[fx.Node, int]:
         """Map each value to the place of its last reader."""
-        last = dict[fx.Node, int]()
+        last, viewed = dict[fx.Node, int](), dict[fx.Node, fx.Node]()
         for i, node in enumerate(graph.nodes):
-            values = self._read_by(node)
+            values = [viewed.get(n, n) for n in node.all_input_nodes]
             if is_view(node) and node.op == "call_function" and values:
-                self._viewed[node] = values[0]
+                viewed[node] = values[0]
             elif not is_fused(node):
                 last.update(dict.fromkeys(values, i))
         for first, buffers in kernels.reads.items():
             for buffer in buffers:
                 last[buffer] = max(last.get(buffer, 0), self._place[first])
         return last
-
-    def _read_by(self, node: fx.Node) -> list[fx.Node]:
-        """Return the inputs of a node, and the viewed values instead of views."""
-        return [self._viewed.get(n, n) for n in node.all_input_nodes]
 
     def before(self, node: fx.Node) -> list[fx.Node]:
         """Return nodes of kernels that free a value before ``node``, each once; not its inputs."""

@@ -126,7 +126,7 @@ class _Adam(Rule):
         return ("step", "exp_avg", "exp_avg_sq", *amsgrad)
 
     def copies(self, group: Mapping[str, Any], single: bool) -> int:
-        # Denominators, and gradients that are negated or decayed.
+        """Count denominators, and gradients that are negated or decayed."""
         if group["fused"]:
             return 0
         if not single:
@@ -151,7 +151,7 @@ class _SGD(Rule):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def copies(self, group: Mapping[str, Any], single: bool) -> int:
-        # Gradients: changed ones, and the first step's for momentum.
+        """Count changed gradients, and the first step's for momentum."""
         first, decays = bool(group["momentum"]), bool(group["weight_decay"])
         if group["fused"]:
             return first

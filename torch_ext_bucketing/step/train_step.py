@@ -162,7 +162,9 @@ class TrainStep:
                 "hooks"
             )
         groups = groups_of(self.optimizers)
-        options = [(g.rule_name, g.rule.key(g.given), len(g.given["params"])) for g in groups]
+        options = [
+            (g.rule_name, g.rule.key(g.param_group), len(g.param_group["params"])) for g in groups
+        ]
         key = (accumulated, hooked, *options)
         if key not in self._made:
             arguments = self.model, self.optimizers, self._norm, accumulated, self._exchange_bytes

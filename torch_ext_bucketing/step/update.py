@@ -70,7 +70,7 @@ class Group:
     rule_name: str
 
     @property
-    def given(self) -> dict[str, Any]:
+    def param_group(self) -> dict[str, Any]:
         """The group itself."""
         return self.optimizer.param_groups[self.number]
 
@@ -82,7 +82,7 @@ class Group:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors of a parameter's state."""
-        return self.rule.state(self.given)
+        return self.rule.state(self.param_group)
 
 
 def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Group]:
@@ -141,7 +141,9 @@ class Epilogue:
         self.exchange_bytes = exchange_bytes
         self.limit_bytes: int | None = None
         owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
-        group_of = {p: group for group in groups_of(optimizers) for p in group.given["params"]}
+        group_of = {
+            p: group for group in groups_of(optimizers) for p in group.param_group["params"]
+        }
         names = parameter_names(model)
         # By canonical FQN, in the model's order; those with a group are updated.
         self.trained = {
@@ -258,7 +260,7 @@ class Epilogue:
         for p in self.updated:
             assert p.group is not None
             names = p.group.names
-            tensors, new = state_of(p.group.optimizer, p.group.given, p.parameter, names)
+            tensors, new = state_of(p.group.optimizer, p.group.param_group, p.parameter, names)
             self._check(p, names, tensors)
             self._states[p.fqn] = [shard_of(t) for t in tensors]
             if new:
@@ -295,9 +297,9 @@ class _Appending:
         self.output = next(iter(reversed(graph.nodes)))
         self.inputs: list[fx.Node] = []
         self.made: list[fx.Node] = []
-        self.given = {n.name: n for n in graph.find_nodes(op="placeholder")}
+        self.placeholders = {n.name: n for n in graph.find_nodes(op="placeholder")}
         # New inputs stand after the others: AOTAutograd counts on the places of its own.
-        self.last = list(self.given.values())[-1]
+        self.last = list(self.placeholders.values())[-1]
         self.mode = trained[0][0].meta["val"].fake_mode
 
     def run(self) -> list[fx.Node]:
@@ -423,15 +425,15 @@ class _Appending:
             ]
             if isinstance(group.rule, MatrixRule):
                 nodes = (shard, gradients[p], *state, numbers[group][0])
-                update = Update(p.fqn, p.parameter, group.given, *nodes)
+                update = Update(p.fqn, p.parameter, group.param_group, *nodes)
                 matrices.setdefault(skip, []).append(update)
                 continue
             first = fresh if group.rule.copies_at_first else None
             arguments = (*numbers[group], skip, first, [p.place], group.rule_name)
-            options = group.rule.options_of(group.given)
+            options = group.rule.options_of(group.param_group)
             node = self.call(UPDATE, [shard], [gradients[p]], state, *arguments, options)
             single = one_by_one(options, shard_of(p.parameter).device)
-            nbytes = group.rule.copies(group.given, single) * largest_shard_bytes(p.parameter)
+            nbytes = group.rule.copies(group.param_group, single) * largest_shard_bytes(p.parameter)
             set_updates(node, (p.fqn,), nbytes)
         # Gradients of the last layers arrive first.
         cap, limit = epilogue.exchange_bytes, epilogue.limit_bytes
@@ -449,17 +451,19 @@ class _Appending:
         """Return inputs with the numbers of a parameter group, and with its ``lr`` if a tensor."""
 
         def read() -> torch.Tensor:
-            return torch.tensor(group.rule.numbers_of(group.given), dtype=torch.float64)
+            return torch.tensor(group.rule.numbers_of(group.param_group), dtype=torch.float64)
 
         node = self._input(f"numbers_{i}", read)
-        if isinstance(group.rule, MatrixRule) or not isinstance(group.given["lr"], torch.Tensor):
+        if isinstance(group.rule, MatrixRule) or not isinstance(
+            group.param_group["lr"], torch.Tensor
+        ):
             return node, None
-        return node, self._input(f"lr_{i}", lambda: group.given["lr"])
+        return node, self._input(f"lr_{i}", lambda: group.param_group["lr"])
 
     def _shard(self, p: Trained) -> fx.Node:
         """Return the input with a parameter's shard, a new one if the graph does not read it."""
         forward = self.epilogue._shards.get(p.fqn)
-        if forward is not None and (node := self.given.get(forward.name)) is not None:
+        if forward is not None and (node := self.placeholders.get(forward.name)) is not None:
             _note_largest(node, p)
             return node
         node = self._input_of(p, "", lambda: shard_of(p.parameter))

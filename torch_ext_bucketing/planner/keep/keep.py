@@ -197,7 +197,10 @@ class KeepPlanner:
     def _known_forward(
         self, model: Model, limit: int
     ) -> tuple[float, int, float, Sequence[int]] | None:
-        """Evaluate a choice's forward in the order found before; None if it exceeds the bound."""
+        """Return the step in ms, peak, misses and order of forward in the order found before.
+
+        None if the peak exceeds the bound, or no order was found yet.
+        """
         if self._forward is None:
             return None
         order, step, misses = self._forward

@@ -153,14 +153,13 @@ class Activations:
             if n in self._stretch and (not _is_cheap(n) or self._reads_matrix(n))
         }
         self._last = max(self._stretch.values(), default=None)
-        self._first_product = next((n for n in self._nodes if self._is_last_product(n)), None)
+        products = (n for n in self._nodes if _sort_of(n) == "products")
+        in_last = (n for n in products if self._stretch.get(n) == self._last)
+        self._first_product = next(in_last, None)
         early = self._first_product is not None
         for node in self._nodes:
             early = early and node is not self._first_product
             self._sort(node, early)
-
-    def _is_last_product(self, node: fx.Node) -> bool:
-        return _sort_of(node) == "products" and self._stretch.get(node) == self._last
 
     def stretch_of(self, node: fx.Node) -> str | None:
         """Return the name of a node's stretch; None: it is not an activation."""

@@ -389,7 +389,7 @@ def _edit_of(model: Model, places: Sequence[int]) -> ModelEdit:
     """Begin an edit that keeps some nodes in a new order, where a node may need a later one."""
     edit = ModelEdit(model)
     for new, i in enumerate(places):
-        edit.at[i] = new
+        edit.new_place[i] = new
     return edit
 
 
@@ -519,10 +519,14 @@ class _Split:
         return self._model(self.backward, at_start_storages, self._kept_backward, at_start)
 
     def _model(
-        self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
+        self,
+        places: Sequence[int],
+        inputs: Mapping[int, None],
+        kept: dict[int, None],
+        at_start: int,
     ) -> Model:
         """Build the model of one half, of the nodes at ``places`` in the joint model."""
-        present, live, edit = dict(given), self._live, _edit_of(self._joint, places)
+        present, live, edit = dict(inputs), self._live, _edit_of(self._joint, places)
         for i in places:
             fresh = tuple(s for s in live.allocates[i] if s not in present)
             present.update(dict.fromkeys(fresh))

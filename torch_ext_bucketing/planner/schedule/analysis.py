@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NewType, TypeAlias
 
 import torch.fx as fx
 
@@ -257,30 +257,39 @@ step. A plain tuple, since each model has one for each node.
 
 
 def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
-    """Find the next collective of each node, by place; see :class:`.Paths` for ``tail``."""
+    """Find the next collective of each node, by place; see :class:`.Paths` for ``tail``.
+
+    Nodes are walked from the last to the first, each after the longest of its users' paths::
+
+        mm1 (2 ms) -> mm2 (3 ms) -> reduce (4 ms) -> mm3 (1 ms) -> gather (12 ms)
+
+        mm2     next: reduce, after 3 ms: the kernel is shorter and can't hide it
+        mm1     next: gather, after 2 + 3 + 4 + 1 ms: 5 ms of kernels hide the reduction
+    """
     size, ms, group = len(model), model.ms, model.group
-    ahead, start = [0.0] * size, [-1] * size
+    # By place: the next collective, and milliseconds of the path up to it.
+    collective, ahead_ms = [-1] * size, [0.0] * size
     for i in reversed(range(size)):
         users = model.dependencies.needed_by[i]
         if group[i] is not None:
             users = [j for j in users if model.needs_end(i, j)]
-        after = max(users, key=tail.__getitem__, default=-1)
-        if after >= 0 and group[after] is not None:
-            start[i] = after
-        elif after >= 0:
-            ahead[i], start[i] = ahead[after], start[after]
+        longest = max(users, key=tail.__getitem__, default=-1)
+        if longest >= 0 and group[longest] is not None:
+            collective[i] = longest
+        elif longest >= 0:
+            collective[i], ahead_ms[i] = collective[longest], ahead_ms[longest]
         if group[i] is not None:  # its path begins after it
             continue
-        ahead[i] += ms[i]
-        # A collective that is shorter than the kernels before it is hidden: look for the next one.
-        while (place := start[i]) >= 0 and ms[place] < ahead[i]:
-            ahead[i] += ms[place] + ahead[place]
-            start[i] = start[place]
+        ahead_ms[i] += ms[i]
+        # A collective that is shorter than the path before it is hidden: go on to the next one.
+        while (hidden := collective[i]) >= 0 and ms[hidden] < ahead_ms[i]:
+            ahead_ms[i] += ms[hidden] + ahead_ms[hidden]
+            collective[i] = collective[hidden]
     return [
         (ms[i], None, 0.0, tail[i] - ms[i])
         if place < 0
-        else (ahead[i], group[place], ms[place], tail[place])
-        for i, place in enumerate(start)
+        else (ahead_ms[i], group[place], ms[place], tail[place])
+        for i, place in enumerate(collective)
     ]
 
 
@@ -318,16 +327,20 @@ _MOST_ADDED = 2**62
 """A cap in bytes on sums over paths, which count a node once for each path to it."""
 
 
+Number = NewType("Number", int)
+"""The index of a kernel among the kernels of the graph. A node's place counts all nodes."""
+
+
 class ModelAnalysis:
     """The sorts of nodes that :mod:`.list_schedule` defines: :attr:`.Model.analysis`.
 
-    Nodes are known by their places. Kernels also have numbers, in the order of the graph.
+    Nodes are known by their places, kernels by a :class:`Number`, too, in the order of the graph.
 
     Attributes:
         lazy: by place, whether the node is a wait, a view or the like.
         source: by place, whether the node needs no kernel.
         kernels: places of the kernels, by number.
-        at: number of each kernel, by place; -1 for other nodes.
+        number_of: number of each kernel, by place; -1 for other nodes.
         compute_before: by number, compute nodes before the kernel.
         ms_before: by number, milliseconds of the kernels before it.
         sends: by place, the node's next collective.
@@ -357,9 +370,9 @@ class ModelAnalysis:
         )
         self._sort(model)
         self.kernels = kernels = [i for i in range(size) if not self.lazy[i] and group[i] is None]
-        self.at = at = [-1] * size
+        self.number_of = number_of = [Number(-1)] * size
         for number, i in enumerate(kernels):
-            at[i] = number
+            number_of[i] = Number(number)
         # One entry more than there are kernels: the last one is the total.
         self.compute_before = [
             *itertools.accumulate((model.compute[i] for i in kernels), initial=0)
@@ -371,7 +384,7 @@ class ModelAnalysis:
         self.adds = adds = list(self.own_bytes)
         for i, needed in enumerate(needs):
             for j in needed:
-                if at[j] < 0:
+                if number_of[j] < 0:
                     adds[i] += adds[j]
             adds[i] = min(adds[i], _MOST_ADDED)
         self._find_collectives(model)
@@ -410,8 +423,8 @@ class ModelAnalysis:
 
     def _find_uses(self, model: NodeTable) -> None:
         """Find the first kernel that needs each node, and the nodes that run right after it."""
-        group, needed_by, at = model.group, model.dependencies.needed_by, self.at
-        never, dead_ends = len(self.kernels), [False] * len(model)
+        group, needed_by, number_of = model.group, model.dependencies.needed_by, self.number_of
+        never, dead_ends = Number(len(self.kernels)), [False] * len(model)
         self.first_use = first_use = [never] * len(model)
         for i in reversed(range(len(model))):
             first, dead = never, self.lazy[i] and model.start_of[i] < 0
@@ -419,7 +432,7 @@ class ModelAnalysis:
                 dead = dead and dead_ends[j]
                 if group[i] is not None and group[j] is not None:  # only ordered
                     continue
-                use = at[j] if at[j] >= 0 else first_use[j]
+                use = number_of[j] if number_of[j] >= 0 else first_use[j]
                 if use < first:
                     first = use
             first_use[i] = first
@@ -449,16 +462,23 @@ class ModelAnalysis:
                 self.reductions.setdefault(str(model.group[i]), []).append(i)
 
     def _find_available(self, model: NodeTable) -> None:
-        """Find the nodes that are ready at the start, and the in-degrees of the others."""
-        self.missing = [len(n) for n in model.dependencies.needs]
-        self.available = [False] * len(model)
-        self.ready: list[int] = []
-        self.produced: list[int] = []
+        """Find the state before any node has run.
+
+        Nodes other than kernels take no time on the compute stream, so one without open needs is
+        available, and does not count among the needs of others. Places ascend along dependencies,
+        so one pass finds them all::
+
+            wait of no kernel's result -> view -> mm        wait, view: available    mm: ready
+        """
+        self.missing = [len(n) for n in model.dependencies.needs]  # in-degrees
+        self.available = [False] * len(model)  # by place
+        self.ready: list[Number] = []
+        self.produced: list[int] = []  # places of starts whose inputs are computed
         for i in range(len(model)):
             if self.missing[i]:
                 continue
-            if self.at[i] >= 0:
-                self.ready.append(self.at[i])
+            if self.number_of[i] >= 0:
+                self.ready.append(self.number_of[i])
                 continue
             self.available[i] = True
             if model.group[i] is not None and not self.source[i]:
@@ -471,7 +491,7 @@ class ModelAnalysis:
         load: dict[str, list[tuple[float, float]]] = {}
         for i, group in enumerate(model.group):
             if group is not None and not self.source[i]:
-                before = (self.ms_before[self.at[j]] for j in self._last_kernels(model, i))
+                before = (self.ms_before[self.number_of[j]] for j in self._last_kernels(model, i))
                 level = model.shared.get(group, group)
                 load.setdefault(level, []).append((max(before, default=0.0), model.ms[i]))
         latest: dict[int, float] = {}
@@ -497,7 +517,7 @@ class ModelAnalysis:
                 if j in seen or model.only_ordered(j, node):
                     continue
                 seen.add(j)
-                if self.at[j] >= 0:
+                if self.number_of[j] >= 0:
                     last.append(j)
                 elif self.lazy[j] and not self.source[j]:
                     stack.append(j)
@@ -506,7 +526,7 @@ class ModelAnalysis:
     def _live_at_kernels(self, model: NodeTable) -> tuple[list[int], list[int]]:
         """Compute, by number, bytes live before the kernel, and the most until the next one."""
         live, before, most = LiveBytes(model.liveness), list[int](), list[int]()
-        for i, number in enumerate(self.at):
+        for i, number in enumerate(self.number_of):
             if number >= 0:
                 before.append(live.now)
                 most.append(0)

@@ -88,7 +88,7 @@ class ListScheduler:
         self.now, self.end = 0.0, self.streams.end
         self.last: dict[str | None, int] = {}  # each group's last launch
         self.tail = model.paths.tail
-        self.left = Remaining(model, model.paths)
+        self.remaining = Remaining(model, model.paths)
         self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
         self.next_filler = self.head = self.run_length = 0
         self.reductions = {group: list(starts) for group, starts in analysis.reductions.items()}
@@ -121,7 +121,7 @@ class ListScheduler:
                     self._emit(gather)
             self._make_room(kernels[chosen])
             self._emit(kernels[chosen])
-            if self.lost or self.left.least_end(None, self.now) > self.at_most_ms:
+            if self.lost or self.remaining.least_end(None, self.now) > self.at_most_ms:
                 return None
         # No kernel is left to hide the held starts, so the first to be ready goes first.
         while self.held:
@@ -183,11 +183,11 @@ class ListScheduler:
             if start >= 0:
                 self.freed_by_waits -= self.freed.pop(start, 0)
             if model.ms[i]:
-                self.left.begin(i, None)
+                self.remaining.begin(i, None)
         if model.compute[i]:
             self.run_length += 1
             self.wanted.discard(i)
-        number = analysis.at[i]
+        number = analysis.number_of[i]
         if number >= 0:
             ready_place = bisect.bisect_left(self.ready, number)
             if ready_place < len(self.ready) and self.ready[ready_place] == number:
@@ -212,10 +212,10 @@ class ListScheduler:
         # The longest path from its end, and the work that is left for each of its streams.
         self.lost |= end_ms + self.tail[i] - self.model.ms[i] > self.at_most_ms
         for stream in self.model.streams_of(group):
-            self.left.begin(i, stream)
+            self.remaining.begin(i, stream)
             # Other collectives in flight on the level may end before ``i``.
             free_ms = end_ms if stream == group else self.now
-            self.lost |= self.left.least_end(stream, free_ms) > self.at_most_ms
+            self.lost |= self.remaining.least_end(stream, free_ms) > self.at_most_ms
         if not self.analysis.source[i]:
             self.in_flight.append(i)
         if i in self.wait_of:
@@ -230,7 +230,7 @@ class ListScheduler:
     def _satisfied(self, i: int) -> None:
         """Lower the in-degrees of the nodes that need ``i``, and collect the ready nodes."""
         missing, available, done = self.missing, self.available, self.done
-        needed_by, kernel_number = self.model.dependencies.needed_by, self.analysis.at
+        needed_by, kernel_number = self.model.dependencies.needed_by, self.analysis.number_of
         stack = [i]
         while stack:
             for j in needed_by[stack.pop()]:
@@ -270,7 +270,7 @@ class ListScheduler:
         tail, ms = self.tail, self.model.ms
         for start in self.held:
             stall = self._stall(start)
-            late = ms[kernel] + tail[start] > stall + max(tail[kernel], self.left.kernels_ms)
+            late = ms[kernel] + tail[start] > stall + max(tail[kernel], self.remaining.kernels_ms)
             if late or stall <= self._stall(kernel):
                 self._emit(start)
                 return True
@@ -420,7 +420,7 @@ class ListScheduler:
             best, best_tail, best_send, best_busy = number, tail, send, busy
         if best >= 0:
             # The step ends later with the best kernel first than with a wait for the longest path.
-            held_ms = waits_ms + max(waiting_tail, best_tail, self.left.kernels_ms)
+            held_ms = waits_ms + max(waiting_tail, best_tail, self.remaining.kernels_ms)
             if waiting >= 0 and model.ms[kernels[best]] + waiting_tail > held_ms:
                 self.delayed = True
                 if options.hold:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NewType
 
 import torch.fx as fx
 
@@ -91,52 +91,53 @@ class _Merged:
         return self.layout.in_place or len(self.starts) > 1
 
 
-class _Sorted:
-    """Sort nodes and buckets.
+_Item = NewType("_Item", int)
+"""A node, by its place, or a bucket, by the complement of its index: ``~0`` is the first bucket."""
 
-    An *item* is a node, given by its place, or a bucket, given by the complement of its index:
-    ``~0`` is the first bucket, ``~1`` the second.
-    """
+
+class _Sorted:
+    """Sort nodes and buckets."""
 
     def __init__(self, model: Model, merged: Sequence[_Merged]) -> None:
         self._model = model
         self._merged = merged
-        self._item = list(range(len(model)))
-        self._stands_at: dict[int, int] = {}
-        for number, m in enumerate(merged):
+        self._item = [_Item(i) for i in range(len(model))]
+        self._stands_at: dict[int, _Item] = {}
+        for bucket, m in enumerate(merged):
+            item = _Item(~bucket)
             for i in (*m.starts, *m.waits):
-                self._item[i] = ~number
-            self._stands_at[m.starts[0] if m.kind == "all_gather" else m.starts[-1]] = ~number
+                self._item[i] = item
+            self._stands_at[m.starts[0] if m.kind == "all_gather" else m.starts[-1]] = item
 
-    def order(self) -> list[int] | None:
+    def order(self) -> list[_Item] | None:
         """Return all items in topological order, or None if there is a cycle.
 
         Of the items whose needs are placed, the first of the sequence comes next, as in
         ``sort_topologically``.
         """
         sequence = self._sequence()
-        place = {item: at for at, item in enumerate(sequence)}
+        position = {item: k for k, item in enumerate(sequence)}
         needed_by: list[list[int]] = [[] for _ in sequence]
         missing = []
-        for at, item in enumerate(sequence):
-            needed = {place[other] for other in self._needs(item)}
+        for k, item in enumerate(sequence):
+            needed = {position[other] for other in self._needs(item)}
             missing.append(len(needed))
             for other in needed:
-                needed_by[other].append(at)
-        ready = [at for at, count in enumerate(missing) if not count]  # a heap, as it ascends
+                needed_by[other].append(k)
+        ready = [k for k, count in enumerate(missing) if not count]  # a heap, as it ascends
         order = []
         while ready:
-            at = heapq.heappop(ready)
-            order.append(sequence[at])
-            for user in needed_by[at]:
+            k = heapq.heappop(ready)
+            order.append(sequence[k])
+            for user in needed_by[k]:
                 missing[user] -= 1
                 if not missing[user]:
                     heapq.heappush(ready, user)
         return order if len(order) == len(sequence) else None
 
-    def _sequence(self) -> list[int]:
+    def _sequence(self) -> list[_Item]:
         """List all items as merging inserts the buckets, before it sorts the graph."""
-        sequence: dict[int, None] = {}
+        sequence: dict[_Item, None] = {}
         for i, item in enumerate(self._item):
             if item >= 0:
                 sequence[item] = None
@@ -146,22 +147,22 @@ class _Sorted:
                 sequence[item] = None
         return list(sequence)
 
-    def _needs(self, item: int) -> list[int]:
+    def _needs(self, item: _Item) -> list[_Item]:
         if item >= 0:
             return self._needed(item)
         merged = self._merged[~item]
         members = (*merged.starts, *merged.waits)
         return [u for i in members for u in self._needed(i) if u != item]
 
-    def _needed(self, i: int) -> list[int]:
+    def _needed(self, i: int) -> list[_Item]:
         """Return the items that node ``i`` needs, without the launch order, which is set later."""
         return [self._item[j] for j in self._model.needed_values[i]]
 
-    def _hoisted(self, merged: _Merged, before: Collection[int]) -> list[int]:
+    def _hoisted(self, merged: _Merged, before: Collection[_Item]) -> list[_Item]:
         """List inputs of later members that are not ``before`` and need no other collective."""
-        hoisted: dict[int, None] = {}
+        hoisted: dict[_Item, None] = {}
         for i in merged.starts[1:]:
-            late: dict[int, None] = {}
+            late: dict[_Item, None] = {}
             stack = self._needed(i)
             while stack:
                 item = stack.pop()
@@ -188,7 +189,7 @@ class _BucketEdit:
         self._instead: dict[int, int] = {}  # storage of a result that is a view -> buffer
         self._casts = self._merged_casts()
 
-    def model(self, order: Iterable[int]) -> Model:
+    def model(self, order: Iterable[_Item]) -> Model:
         """Build the model, with the nodes and buckets of ``order``."""
         size, kept, allocates = self._edit.size, self._edit.kept, self._old.liveness.allocates
         for m in self._merged:
@@ -252,7 +253,7 @@ class _BucketEdit:
         start, pack = self._packs.get(j, (j, -1))
         live = self._old.liveness
         reads_it = pack < 0 or not set(live.allocates[start]).isdisjoint(live.touches[i])
-        return self._edit.at[j] if reads_it else pack
+        return self._edit.new_place[j] if reads_it else pack
 
     def _add(self, m: _Merged) -> int:
         """Add a bucket and return its start's place."""
@@ -292,12 +293,12 @@ class _BucketEdit:
             start = launch(needs, sent, result, costs.bucket(layout))
             done = self._add_wait(m, start, tuple(dict.fromkeys((*sent, result))))
         for i, w, piece in zip(m.starts, m.waits, layout.pieces, strict=True):
-            edit.at[i], edit.at[w] = start, done
+            edit.new_place[i], edit.new_place[w] = start, done
             if piece.copied:
                 results = self._old.liveness.allocates[i]
                 ms = costs.copy(costs.result_bytes(piece.start))
                 copy = Row(nodes[w], [done], results, (result, *results), ms, host=costs.launch())
-                edit.at[w] = edit.add(copy)
+                edit.new_place[w] = edit.add(copy)
             if m.packs:
                 self._packs[i] = self._packs[w] = (i, needs[0])
         return start
@@ -309,13 +310,13 @@ class _BucketEdit:
 
     def _packing(self, m: _Merged) -> tuple[int, Packing]:
         """Return bytes of a bucket's concatenated inputs, and the kernels that pack them."""
-        # Both are 0 if ranks may differ in the inputs, see :mod:`.graph.sizes`.
         layout, bytes_of = m.layout, self._costs.result_bytes
+        # Packing takes no time if ranks may differ in the inputs, see :mod:`.graph.sizes`.
         side = self._old.graph.shard_side.nodes
         if layout.kind == "all_gather" and all(piece.value in side for piece in layout.pieces):
-            return 0, Packing((), 0)
+            return layout.read(bytes_of), Packing((), 0)
         return layout.read(bytes_of), layout.packing(bytes_of, bool(self._costs.machine.fuses))
 
     def _needed_by(self, places: Iterable[int]) -> list[int]:
-        needed, new_place = self._old.needed_values, self._edit.at
+        needed, new_place = self._old.needed_values, self._edit.new_place
         return [new_place[j] for i in places for j in needed[i] if new_place[j] >= 0]

@@ -126,7 +126,9 @@ class Model(NodeTable):
         needed_by, live, edit = self.dependencies.needed_by, self.liveness, ModelEdit(self)
         instead: dict[int, list[int]] = {}
         for i, needed in enumerate(self.needed_values):
-            needs = list(dict.fromkeys(k for j in needed for k in instead.get(j, (edit.at[j],))))
+            needs = list(
+                dict.fromkeys(k for j in needed for k in instead.get(j, (edit.new_place[j],)))
+            )
             users, touched = needed_by[i], set(live.touches[i])
             if (
                 self.view[i]
@@ -168,24 +170,24 @@ class ModelEdit:
 
         edit = ModelEdit(model)
         edit.keep(0)                                   # rows of the old model
-        copy = edit.add(Row(node, [edit.at[0]], ...))  # a new row
+        copy = edit.add(Row(node, [edit.new_place[0]], ...))  # a new row
         edit.keep(2, needs=[copy])                     # a changed one; node 1 is dropped
         edit.model()
 
-    ``at`` has by old place the new place of the node's result; -1 without one. ``members`` go by
-    new place.
+    ``new_place`` has by old place the new place of the node's result; -1 without one. ``members``
+    go by new place.
     """
 
     def __init__(self, model: Model) -> None:
         self._old, self._rows = model, list[Row]()
-        self.at = [-1] * len(model)
+        self.new_place = [-1] * len(model)
         self.size, self.kept = list(model.liveness.size), dict(model.liveness.kept)
         self.at_start = model.liveness.at_start
         self.members: dict[int, tuple[fx.Node, ...]] = {}
 
     def row(self, i: int) -> Row:
         """Return old node ``i`` as a row that needs its dependencies in the new model."""
-        old, new_place = self._old, self.at
+        old, new_place = self._old, self.new_place
         start = old.start_of[i]
         return Row(
             old.dependencies.nodes[i],
@@ -204,7 +206,7 @@ class ModelEdit:
     def keep(self, i: int, **changes: Any) -> int:
         """Add old node ``i``, with changed fields of its row; return its new place."""
         row = self.row(i)
-        place = self.at[i] = self.add(row._replace(**changes) if changes else row)
+        place = self.new_place[i] = self.add(row._replace(**changes) if changes else row)
         if i in self._old.members:
             self.members[place] = self._old.members[i]
         return place

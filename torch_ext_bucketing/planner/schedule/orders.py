@@ -160,8 +160,8 @@ class _Orders:
         self.tries = [_Try(_GIVEN, graph_order, bounds.misses)]
         # The widest window first: narrower ones that give the same order need no pass.
         sorts = sorted(self._wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
-        self._left = {free.sort: (name, free) for name, free in sorts}
-        self._places = {sort: place for place, sort in enumerate(self._left)}
+        self._untried = {free.sort: (name, free) for name, free in sorts}
+        self._places = {sort: place for place, sort in enumerate(self._untried)}
 
     @property
     def _best(self) -> _Try:
@@ -194,7 +194,7 @@ class _Orders:
 
     def _make_sorts(self, like: Options | None, near: bool, at_most_misses: float) -> bool:
         """Make orders of the sorts that may be the best; return False to give up."""
-        untried, least = self._left, self._least
+        untried, least = self._untried, self._least
         first = like if like in untried else None
         if self._wanted and untried and self.tries[0].misses and not least.nbytes:
             # Two orders may show that the bound is out of reach. Others then ignore it.
@@ -228,7 +228,7 @@ class _Orders:
 
     def _make_each(self, sorts: Iterable[Options]) -> None:
         """Make an order of each sort that was not tried, under the bounds."""
-        for name, free in [self._left.pop(sort) for sort in sorts if sort in self._left]:
+        for name, free in [self._untried.pop(sort) for sort in sorts if sort in self._untried]:
             options = self._bounds.ask(free)
             if self._bounds.unbounded:
                 options = replace(options, limit_bytes=self._bounds.limit_bytes)
@@ -355,22 +355,22 @@ class _LeastPeak:
     ``nbytes`` is the peak, 0 while lower ones may be found; ``misses``: see :class:`Bounds`.
     """
 
-    def __init__(self, model: Model, given: Timeline, bound: int, known: int = 0) -> None:
-        self._model, self._bound, self._given = model, bound, given
+    def __init__(self, model: Model, graph_order: Timeline, bound: int, known: int = 0) -> None:
+        self._model, self._bound, self._graph_order = model, bound, graph_order
         self._shown = set[bool]()
         self.nbytes, self.misses = 0, 0.0
-        if bound < known <= given.peak_bytes:
+        if bound < known <= graph_order.peak_bytes:
             self._set(known)
 
     def prove(self) -> None:
         """Check whether any order has the peak of the graph's."""
-        model, missed = self._model, self._bound < self._given.peak_bytes
-        if missed and len(model) and self._given.peak_bytes == model.least_bytes_at(self._at):
-            self._set(self._given.peak_bytes)
+        model, missed = self._model, self._bound < self._graph_order.peak_bytes
+        if missed and len(model) and self._graph_order.peak_bytes == model.least_bytes_at(self._at):
+            self._set(self._graph_order.peak_bytes)
 
     def learn(self, made: ListScheduler) -> None:
         """Take note of the peak of an order, or of the part that was made."""
-        graph_order, options = self._given, made.options
+        graph_order, options = self._graph_order, made.options
         if self._bound < made.peak_bytes == graph_order.peak_bytes and made.peak_at == self._at:
             lean = not (options.window or options.depth)
             self._shown.update({lean} if lean or options.window else ())
@@ -393,7 +393,7 @@ class _LeastPeak:
 
     @cached_property
     def _at(self) -> int:
-        return self._given.order[self._given.live.index(self._given.peak_bytes)]
+        return self._graph_order.order[self._graph_order.live.index(self._graph_order.peak_bytes)]
 
     def beats(self, tried: _Try) -> bool:
         """Return whether an order may miss the bounds less than ``tried``."""
