@@ -45,6 +45,8 @@ SCATTERS = {
     _aten.scatter_add.default: 3,
 }
 """Operators that add or write to a copy of their first argument, and the place of the values."""
+SUMS = frozenset({_aten.prod.dim_int, _aten.sum.dim_IntList})
+"""Reductions of columns that may share a kernel with one of rows."""
 _INDEX_PUTS = (
     _aten._unsafe_masked_index_put_accumulate.default,
     _aten.index_put.default,
