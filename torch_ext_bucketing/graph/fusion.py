@@ -397,16 +397,13 @@ class _Walk:
     def _operations(self, node: fx.Node) -> int:
         """Count the operations, loads and constants of a value that is computed in its readers."""
         count, found, stack = len(self._inline[node]), {node}, [node]
+        operators, root_of, inline = self._operators, self._root, self._inline
         while stack and count <= _MOST_OPERATIONS:
-            value = stack.pop()
-            # Each input of a concatenation has a range to compare with, and is selected by it.
-            inputs = self._operators[value].inputs
-            if value.target is _aten.cat.default:
-                count += 3 + 4 * len(inputs)
-            else:
-                count += 1 + (sum(map(_is_constant, value.args)) if inputs else 0)
-            for root in (self._root.get(n, n) for n in inputs):
-                if root in self._inline and root not in found:
+            operator = operators[stack.pop()]
+            count += operator.operations
+            for value in operator.inputs:
+                root = root_of.get(value, value)
+                if root in inline and root not in found:
                     found.add(root)
                     stack.append(root)
         return count
@@ -579,7 +576,3 @@ def _common(a: Space, b: Space) -> Space | None:
     if b.length > 1:
         a, b = b, a
     return a if b.rows in (a.rows, a.rows * a.length) else None
-
-
-def _is_constant(argument: Any) -> bool:
-    return isinstance(argument, (int, float))
