@@ -476,6 +476,22 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
     assert bool(parts) == bool(to)
 
 
+@pytest.mark.parametrize(
+    ("seed", "units", "share"),
+    [
+        (1, 4, 0.3),  # by what the fastest choice missed the bound, less of it is kept
+        (4, 3, 0.6),  # a part of the gathers comes before activations
+    ],
+)
+def test_a_small_choice_is_the_best_of_all(two_ranks, seed, units, share):
+    planner = random_planner(seed, units, activations=True)
+    limit = limit_of(planner, share, held_peak(planner, planner.candidates))
+    chosen = KeepPlanner(planner.partitioned).choose(limit)
+    best = min(planner.scheduled(kept, limit) for kept in subsets(planner.candidates))
+    assert not chosen.above
+    assert chosen.step_ms == pytest.approx(best.step_ms)
+
+
 def test_choices_with_host_memory_are_near_the_best_of_all(two_ranks):
     worse, helped, seeds = 0, 0, range(4, 34 if by_night() else 14)
     for seed in seeds:
