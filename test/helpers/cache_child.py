@@ -284,7 +284,6 @@ def edited(model):
 SETUPS = {
     "backend": by_backend(lambda: teb.BucketByUnit(AB)),
     "backend, other order": by_backend(lambda: teb.BucketByUnit(BA)),
-    "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
     "backend, lambda": by_backend(lambda: teb.BucketByUnit(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(own_pass),

@@ -24,6 +24,7 @@ from collective_graphs import (
     run_all_ranks,
     trace,
 )
+from examples import by_night
 from random_graphs import odd_graph
 from sharded_models import mesh_for
 from torch.distributed.device_mesh import init_device_mesh
@@ -364,8 +365,8 @@ def check_random(function: str, seed: int, expected: list[list[torch.Tensor]]) -
 
 
 def test_random_odd_graphs():
-    done = Counter[str]()
-    for seed in range(20_000, 20_040):
+    done, seeds = Counter[str](), range(20_000, 20_040 if by_night() else 20_016)
+    for seed in seeds:
         gm, runs = odd_graph(seed, ("0", world().group_name))
         expected = results_of(gm) if runs else []
         for function in FUNCTIONS:
@@ -374,7 +375,7 @@ def test_random_odd_graphs():
             except Exception as error:
                 error.add_note(f"check_random({function!r}, {seed}, ...)")
                 raise
-    assert min(done[function] for function in FUNCTIONS) > 30
+    assert min(done[function] for function in FUNCTIONS) > 0.7 * len(seeds)
 
 
 def why_left(name: str) -> set[str]:
