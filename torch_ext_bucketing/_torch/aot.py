@@ -531,13 +531,11 @@ def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return written(first) == written(second)
 
 
-def mark_cacheable(function: Callable[..., Any], digest: str) -> None:
-    """Let AOTAutograd cache calls of a function, with any backend; ``digest`` is part of keys."""
+def mark_cacheable(functions: Iterable[Callable[..., Any]], digest: str) -> None:
+    """Let AOTAutograd cache calls of functions, with any backend; ``digest`` is part of keys."""
     with private_torch():
         from torch._inductor import config
 
-    marked, name = (
-        config.unsafe_marked_cacheable_functions,
-        f"{function.__module__}.{function.__name__}",
-    )
-    config.unsafe_marked_cacheable_functions = {**marked, name: digest}
+    names = {f"{f.__module__}.{f.__name__}": digest for f in functions}
+    marked = config.unsafe_marked_cacheable_functions
+    config.unsafe_marked_cacheable_functions = {**marked, **names}

@@ -317,10 +317,10 @@ def attach(
     return attached
 
 
-# Keys of AOTAutograd's cache have the arguments of ``attach``, but not its code, so they get its
+# Keys of AOTAutograd's cache have the arguments of these calls, but not their code, so they get its
 # digest, with any backend. Without sources there is none, and no cache.
 with contextlib.suppress(RuntimeError):
-    mark_cacheable(attach, package_digest())
+    mark_cacheable([attach, Gathering, Reduction], package_digest())
 
 _empty: dict[Any, torch.Tensor] = {}
 
