@@ -101,8 +101,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         (orders._with_slack,), ((orders, "_with_slack", lambda model, best, misses, most: best),)
     ),
     "tightening": Mechanism(
-        (_Orders._tightened, _Orders._with_less_memory),
-        ((_Orders, "_tightened", lambda self: []),),
+        (_Orders._with_less_memory,), ((_Orders, "_with_less_memory", lambda self: []),)
     ),
     "launching sooner": Mechanism(
         (list_schedule.sooner_ms,), ((list_schedule, "sooner_ms", lambda *sends: 0.0),)

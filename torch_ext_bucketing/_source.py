@@ -73,6 +73,7 @@ def note_sources(cls: type) -> dict[str, str]:
 
 
 def _source_of(name: str) -> str | None:
+    """Return the source of a module by name; None if it has no file."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and spec is None:  # a script: it has a file, and no spec

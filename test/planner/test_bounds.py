@@ -5,6 +5,7 @@ gradients of the weights need not be computed before anything else, and putting 
 activations and their gradients alive.
 """
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -115,6 +116,27 @@ def test_what_overtakes_leaves_room_for_what_it_overtakes():
 
 def _wide(model: Model, limit: int | None) -> list[int]:
     return list_schedule(model, Options(window=8, limit_bytes=limit))
+
+
+def test_an_order_that_later_nodes_take_above_the_bound_is_made_under_a_lower_limit():
+    """The limit lets an exchange and a product go ahead; nodes after them then exceed the bound.
+
+    ::
+
+    y = mm(tall, w)    exchange(x)    exchange(y)    exchange(mm(y, w))    mm(exchanged x, w)
+    """
+    b = Trainer()
+    w, tall, x = b.matrix(), b.matrix(4 * DIM), b.matrix()
+    y, exchanged = b.mm(tall, w), b.start("all_to_all", x)
+    z = b.mm(y, w)
+    results = [b.start("all_to_all", y), b.mm(exchanged, w), b.start("all_to_all", z)]
+    gm = b.finish(results)
+    on = machine(collective_ms=4.0)  # products take 4, 4 and 1 ms
+    free = schedule(copy.deepcopy(gm), [Overlap(), PeakMemory(ratio=9.0)], machine=on)
+    kept = schedule(gm, [Overlap(), PeakMemory(ratio=1.0)], machine=on)
+    assert free.peak_bytes[1] > free.peak_bytes[0]
+    assert kept.misses == 0
+    assert free.step_ms[1] < kept.step_ms[1] < kept.step_ms[0]
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.005, 1.02, 1.2])

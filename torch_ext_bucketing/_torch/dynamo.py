@@ -265,6 +265,7 @@ _fqns_of_context: weakref.WeakKeyDictionary[TracingContext, tuple[str | None, ..
 
 
 def _traced_tensors() -> list[Any]:
+    """List the fake tensors of Dynamo's inputs, without bases of views and parts of shards."""
     context = TracingContext.try_get()
     shape_env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
     sources: dict[str, Any] = {}

@@ -453,6 +453,7 @@ def sent_by_name(model: nn.Module) -> dict[str, Sent]:
 
 
 def _sent(fsdp_param: Any, group: Any) -> Sent:
+    """Describe the collectives of FSDP2 for a parameter: ranks, dtypes and factors."""
     info, dtype = fsdp_param.mesh_info, fsdp_param.sharded_param.dtype
     policy = getattr(fsdp_param, "mp_policy", None) or group.mp_policy
     shards = getattr(info, "shard_process_group", None)

@@ -92,6 +92,7 @@ def pack(
 
 
 def _all_gather(w: Writer, layout: Layout) -> _Merged:
+    """Gather one packed buffer; return its start and the result of each piece."""
     pieces, ranks, dtype = layout.pieces, layout.ranks, layout.dtype
     first = pieces[0].start
     group = first.args[2]
@@ -133,6 +134,7 @@ def _all_gather(w: Writer, layout: Layout) -> _Merged:
 
 
 def _reduction(w: Writer, layout: Layout) -> _Merged:
+    """Reduce one packed buffer; return its start and the result of each piece."""
     pieces, dtype = layout.pieces, layout.dtype
     first, ranks = pieces[0].start, layout.rows or 1
     sizes = [w.divided(w.numel(piece.value), ranks) for piece in pieces]

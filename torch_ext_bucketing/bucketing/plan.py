@@ -237,6 +237,7 @@ class CapPlanner:
             index, remaining = index + 1, passed
 
     def _refused_by(self, c: Collective, filled: int, cap: int) -> tuple[ClosedBy | None, str]:
+        """Try to add ``c`` to the open bucket; return why not and a text, or ``(None, "")``."""
         # Cheap checks first; only the contraction's changes the bucket.
         filled += c.wire_bytes
         if filled > cap:
@@ -252,6 +253,7 @@ class CapPlanner:
     def _end(
         self, members: list[Collective], filled: int, cap: int, closed_by: ClosedBy, detail: str
     ) -> None:
+        """Close the open bucket, with the reason."""
         self._contracted.close()
         if self._max_run is not None:
             self._reached = max(self.analysis.compute_before[c.start] for c in members)
@@ -268,6 +270,7 @@ class CapPlanner:
         self._unmerged.append((self._position(first.start), unmerged))
 
     def _cap_of(self, c: Collective) -> Callable[[int], int]:
+        """Return the cap in bytes of each bucket of the group of ``c``, by the bucket's index."""
         cap: Any = self._cap_mb
         if isinstance(cap, Mapping):
             cap = cap.get((c.group, c.kind), cap.get(c.group))

@@ -151,6 +151,7 @@ class ReduceOnce:
                 unshard.reduction = unshard.reduction._replace(scatters_each=False)
 
     def _reduce_all(self, totals: list[torch.Tensor | None]) -> None:
+        """Reduce the gradients that were added up, into ``.grad`` of the shards."""
         pairs = zip(self._trained, totals, strict=True)
         used = [(self._of[p][0], p, total) for p, total in pairs if total is not None]
         if used:

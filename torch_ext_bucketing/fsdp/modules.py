@@ -244,6 +244,7 @@ def adopt(unit: Unit, reads: dict[tuple[nn.Module, str], Unshard]) -> None:
 
 
 def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Begin a unit's forward, traced or not."""
     unit: Any = vars(module)["_sharded_unit"]
     if not torch.compiler.is_compiling():
         return unit.enter(module, args, kwargs)
@@ -258,6 +259,7 @@ _pre_forward.casts_inputs = True  # type: ignore[attr-defined]  # see `unit_inpu
 
 
 def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    """End a unit's forward, traced or not."""
     unit: Any = vars(module)["_sharded_unit"]
     if not torch.compiler.is_compiling():
         return unit.leave(module, args, output)
@@ -277,6 +279,7 @@ def _begin(context: Any) -> None:
 
 
 def _check_branch(context: Any) -> None:
+    """Raise an error if a parameter is read inside a higher-order operator such as ``cond``."""
     operator = branch_while_tracing(context)
     if operator is not None:
         module = local_while_tracing(context, "module")
@@ -288,6 +291,7 @@ def _check_branch(context: Any) -> None:
 
 
 def _read(module: Any, name: str) -> Any:
+    """Return the value of a sharded module's attribute in the unit's phase."""
     unshard = module._unshards.get(name)
     # None in a module of the class that was made from a sharded one, such as by slicing.
     unit = None if unshard is None else unshard.unit

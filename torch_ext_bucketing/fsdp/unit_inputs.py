@@ -79,6 +79,7 @@ def is_unit_input(node: fx.Node) -> bool:
 def _hook(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace the inputs of a unit by views, so that their gradients are added per unit."""
     if not torch.is_grad_enabled():
         return None
     # In reverse: eager adds the first gradient of a repeated tensor first, and autograd computes

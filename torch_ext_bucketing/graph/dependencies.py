@@ -128,6 +128,7 @@ def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, 
 
 
 def _leads_to(node: fx.Node, later: fx.Node, position: dict[fx.Node, int]) -> bool:
+    """Return whether ``later`` needs ``node``, directly or through others."""
     seen, stack = {later: None}, [later]
     while stack and node not in seen:
         for arg in stack.pop().all_input_nodes:
@@ -316,6 +317,7 @@ class Dependencies(Precedence):
         super().__init__(self.nodes, needs)
 
     def _order_writes(self, writes: Writes, needs: list[dict[Place, None]]) -> None:
+        """Keep writes between the readers before and after them."""
         for write in writes.unordered:
             write_place = self.index[write]
             aliases = (a for root in writes.by_writer[write] for a in writes.aliases[root])
@@ -331,6 +333,7 @@ class Dependencies(Precedence):
                     needs[write_place].update(dict.fromkeys(w for w in waits if w < write_place))
 
     def _order_assertions(self, needs: list[dict[Place, None]]) -> None:
+        """Keep assertions before later users of the values that they check."""
         for node, i in self.index.items():
             if not is_assertion(node):
                 continue
@@ -395,6 +398,7 @@ def _acts(node: fx.Node) -> bool:
 
 
 def _is_barrier(node: fx.Node) -> bool:
+    """Return whether no node may move past this one."""
     if node.op != "call_function":
         return True
     if is_assertion(node) or _is_profiler_mark(node) or is_host_wait(node):

@@ -431,6 +431,7 @@ class _Walk:
             self._made_by.update(dict.fromkeys(roots, number))
 
     def _scatter(self, node: fx.Node, place: int) -> None:
+        """Add the kernels of a node that writes values into a copy of its first input."""
         # Two kernels: a copy of the base, and one thread per added value.
         base, values = node.args[0], node.args[place]
         assert isinstance(base, fx.Node)

@@ -93,6 +93,7 @@ class SizeHints:
         return torch.empty(tuple(map(self, value.shape)), dtype=value.dtype, device="meta")
 
     def _number(self, symbol: Any, env: Any) -> int:
+        """Return the number that stands for a symbol, within its bounds."""
         name = str(symbol)
         if name not in self.used:
             hint, least, most = symbol_facts(symbol, env)
@@ -104,6 +105,7 @@ class SizeHints:
         return self.used[name]
 
     def _given(self, symbol: Any) -> int | None:
+        """Return the user's hint for a symbol; None without one."""
         if not callable(self.given):
             return self.given
         try:

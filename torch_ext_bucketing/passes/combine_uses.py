@@ -402,6 +402,7 @@ def _kept_dtype(tree: _Tree, facts: GraphAnalysis) -> dict[torch.dtype, None]:
 
 
 def _used_in(node: fx.Node) -> dict[torch.dtype, None]:
+    """Collect the dtypes that computation reads a value in, linear casts followed."""
     dtype = node.meta["val"].dtype
     dtypes: dict[torch.dtype, None] = {}
     for user in node.users:

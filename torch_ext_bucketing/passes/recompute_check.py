@@ -71,6 +71,7 @@ class RecomputeCheck:
         return run
 
     def _record(self, graph: fx.GraphModule, args: list[Any]) -> Sequence[Any] | None:
+        """Run the first forward and keep digests of its values; None if another ran before."""
         self._forwards += 1
         if self._recorded is not None or self._forwards > 1:
             return None
@@ -81,6 +82,7 @@ class RecomputeCheck:
         return result
 
     def _compare(self, graph: fx.GraphModule, args: list[Any]) -> Sequence[Any] | None:
+        """Run a backward, and compare the values that it recomputes with the first forward."""
         recorded = self._recorded
         if not recorded:
             return None

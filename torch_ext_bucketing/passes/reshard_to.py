@@ -199,6 +199,7 @@ def _why_not(starts: Iterable[fx.Node], smaller: SmallerGroup) -> dict[fx.Node, 
 
 
 def _misfit(group: str, smaller: SmallerGroup) -> str:
+    """Return why a group can't be divided into such smaller ones, or an empty text."""
     ranks = ranks_of(group)
     if set(smaller.ranks) <= set(ranks) and len(ranks) % len(smaller.ranks) == 0:
         return ""
@@ -209,6 +210,7 @@ def _misfit(group: str, smaller: SmallerGroup) -> str:
 
 
 def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
+    """Return why a gather can't be cut for a smaller group, or an empty text."""
     wait = only_wait(start)
     if start.kwargs or is_bucket(start) or wait is None:
         return f"{start.name} is not an unmerged all-gather with one wait"

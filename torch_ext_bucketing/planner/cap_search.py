@@ -349,6 +349,7 @@ class _Search:
         max_run: int | None,
         like: Options | None = None,
     ) -> None:
+        """Plan with these caps and keep the schedule, if that is the best one of its name."""
         plan = self.plan(caps, max_run)
         merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
         keys = dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
@@ -358,6 +359,7 @@ class _Search:
     def _try_plan(
         self, plan: MergePlan, max_run: int | None, name: _Name, like: Options | None = None
     ) -> None:
+        """Schedule a plan and keep it, if it is the best one of its name."""
         scheduled = self._scheduled(plan, like)
         if scheduled is None:
             return
@@ -439,6 +441,7 @@ class _Search:
         return self._models[members]
 
     def _merge(self, plan: MergePlan) -> Model:
+        """Return the model of the graph with a plan merged."""
         accumulate = self._options.accumulate
         merged = merged_model(self._model, plan.buckets, self._costs, accumulate is not None)
         if merged is not None:

@@ -284,6 +284,7 @@ def _mark(chains: Chains, marks: _Marks, is_freed: Callable[[Tag], bool]) -> Non
 def _marks_of(
     partitioned: PartitionedModel, kept: Collection[int], parked: Collection[int] = ()
 ) -> _Marks:
+    """Translate a choice into marks on nodes."""
     parts = frozenset(
         f for k in kept if k in partitioned.parts for f in partitioned.keepables[k].fqns
     )

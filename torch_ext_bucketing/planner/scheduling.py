@@ -180,6 +180,7 @@ def _in_its_order(
 
 
 def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) -> None:
+    """Move the nodes to the end of the graph, one after the other, before its output."""
     for i in order:
         node = dependencies.nodes[i]
         last = next(iter(reversed(graph.nodes)))
@@ -208,6 +209,7 @@ class Estimate(GraphPass):
 
 
 def _estimate(model: Model, stage: str, machine: str) -> EstimateReport:
+    """Report times of a graph in its own order, by kind of collective."""
     line = Timeline.of(model)
     kinds = {i: collective_kind(n) for i, n in enumerate(model.dependencies.nodes)}
     busy, exposed = defaultdict[str, float](float), defaultdict[str, float](float)

@@ -152,6 +152,7 @@ def watch_peak(compiled: Callable[..., Any], compilation: Compilation) -> Callab
 
 
 def _compare(measured: int, compilation: Compilation) -> None:
+    """Note the device's peak in the report of the choice; warn if it is far above."""
     rewrites = compilation.report.rewrites
     for i, rewrite in enumerate(rewrites):
         if isinstance(rewrite, KeepReport):

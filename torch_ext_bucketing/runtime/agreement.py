@@ -162,6 +162,7 @@ def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
 
 
 def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
+    """Tell the other ranks that an exchange failed, and return the error to raise."""
     why, text = json.loads(failed.outcome() or "")
     text = text or failed.mismatch_text()
     # From here on the store may go away: this rank has its reason to fail.

@@ -138,6 +138,7 @@ def launches_of(
 
 
 def _launch_of(node: fx.Node, reports: Mapping[str, BucketReport]) -> Launch:
+    """Describe one launch, with each member's part of the payload."""
     op, kind = argument(node, "reduce_op"), kind_of(node)
     report, tag = reports.get(node.name), tag_of(node)
     dtype = _short(next((t.dtype for t in tensors_in(node.meta.get("val"))), ""))
@@ -230,6 +231,7 @@ def mismatch_text(
 
 
 def _launches_text(versions: Sequence[tuple[list[int], Version]], index: int) -> list[str]:
+    """Render a launch that differs, one line per group of ranks."""
     ranks_of: dict[Launch | None, list[int]] = {}
     for ranks, version in versions:
         launches = version.of_group.launches

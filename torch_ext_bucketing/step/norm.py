@@ -47,6 +47,7 @@ def _stack(norms: list[Tensor], shares: list[float]) -> Tensor:
 
 
 def _total_norm(vectors: list[Tensor], norm_type: float) -> Tensor:
+    """Compute the norm of all gradients from the norms of each mesh."""
     totals = [torch.linalg.vector_norm(v, norm_type) for v in vectors]
     if len(totals) == 1:
         return totals[0]

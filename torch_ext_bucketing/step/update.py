@@ -266,6 +266,7 @@ class Epilogue:
         self._seen = _values_in(optimizers)
 
     def _check(self, p: Trained, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Raise a ValueError if a tensor of the state has another dtype than was compiled."""
         for name, was, t in zip(names, self._states.get(p.fqn, tensors), tensors, strict=True):
             if was.dtype != t.dtype:
                 raise ValueError(
@@ -445,6 +446,8 @@ class _Appending:
         return shards
 
     def _numbers(self, group: Group, i: int) -> tuple[fx.Node, fx.Node | None]:
+        """Return inputs with the numbers of a parameter group, and with its ``lr`` if a tensor."""
+
         def read() -> torch.Tensor:
             return torch.tensor(group.rule.numbers_of(group.given), dtype=torch.float64)
 
@@ -484,6 +487,7 @@ class _Appending:
     def _input(
         self, name: str, read: Callable[[], torch.Tensor], like: torch.Tensor | None = None
     ) -> fx.Node:
+        """Append an input to the graph that ``read`` gives in each step."""
         with self.graph.inserting_after(self.last):
             node = self.last = self.graph.placeholder("step_" + name.replace(".", "_"))
         node.meta |= {
@@ -495,6 +499,7 @@ class _Appending:
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append a call, with its value computed on fake tensors."""
         node = self.graph.call_function(target, args, kwargs)
         with self.mode, torch.no_grad():
             values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])

@@ -258,6 +258,7 @@ def _rank_order(search: _Experiments) -> Iterator[Cause]:
 
 
 def _payloads(search: _Experiments) -> Iterator[Cause]:
+    """Yield a cause if weights are equal with eager FSDP2's payload order."""
     order, differences, same_units = _layout(search)
     if not differences:
         return

@@ -126,6 +126,7 @@ class _Run:
     def start(
         self, function: Callable[..., Any], args: tuple[object, ...], environment: Mapping[str, str]
     ) -> None:
+        """Start one process for each rank."""
         context = _context()
         variables = {
             **_ONE_THREAD,
@@ -200,6 +201,7 @@ class _Run:
         raise RankError(f"rank {silent[0]} died: {how}{self._log_text(silent[0])}")
 
     def _timeout(self, running: list[int]) -> RanksTimedOut:
+        """Let unfinished ranks dump their stacks; return the error to raise."""
         for rank in running:
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
@@ -259,6 +261,7 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[object, ...],
 ) -> None:
+    """Run the function as one rank, in a process of its own."""
     os.setsid()
     os.environ.update(variables)  # a fork server's process has the server's environment
     _start_watcher()

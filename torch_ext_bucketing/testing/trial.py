@@ -81,6 +81,7 @@ class Trial:
         return [self._from_rank(rank, value) for rank in range(self.rank.world_size)]
 
     def _from_rank(self, source: int, value: T) -> T:
+        """Return the value that rank ``source`` has."""
         # torch's collectives of objects need numpy, which torch does not require.
         buffer = bytearray(pickle.dumps(value) if self.rank.rank == source else b"")
         size = torch.tensor([len(buffer)])
@@ -230,6 +231,7 @@ def unsharded_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _built(build: Callable[[], Any] | str, ranks: int) -> tuple[nn.Module, Any, Any]:
+    """Call ``build``; return the model, its inputs and the loss, checked."""
     make = target.load_target(build) if isinstance(build, str) else build
     name = build if isinstance(build, str) else getattr(build, "__qualname__", repr(build))
     model, inputs, loss = (*target.build(make, name, loss=True), None)[:3]

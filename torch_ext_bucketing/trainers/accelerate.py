@@ -163,6 +163,7 @@ class Installed:
         return original(accelerator, *args, **named)
 
     def _shard(self, original: Any, accelerator: Accelerator, *args: Any) -> Any:
+        """Shard with our ``fully_shard`` and compile with the passes."""
         dynamo = accelerator.state.dynamo_plugin
         if dynamo.backend not in _COMPILERS:
             raise ValueError(
@@ -199,6 +200,7 @@ class Installed:
 
     @contextlib.contextmanager
     def _no_sync(self, original: Any, accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+        """Add up gradients without a reduction, where this package shards the model."""
         sums = self._sums.get(model)
         if sums is None:
             with original(accelerator, model):
@@ -212,6 +214,7 @@ class Installed:
             raise
 
     def _backward(self, original: Any, accelerator: Accelerator, *args: Any, **named: Any) -> None:
+        """Run a backward; finish the sums over microbatches after the last one, or an error."""
         started = [sums for sums in self._sums.values() if sums.started]
         try:
             original(accelerator, *args, **named)

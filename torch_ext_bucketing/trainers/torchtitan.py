@@ -277,6 +277,7 @@ class BucketedStages:
         }
 
     def _bucket(self, schedule: Any, stages: dict[int, Any]) -> None:
+        """Merge the collectives of each stage, and place gathers and releases under the bound."""
         compiled = {i: _bucket(stage) for i, stage in stages.items()}
         nbytes = {i: _bytes_of(stage.graphs) for i, stage in stages.items()}
         actions = actions_of(schedule)

@@ -126,6 +126,7 @@ def _launcher(
 def _collective_ms(
     launch: Callable[[], Any], group: dist.ProcessGroup, device: str, repeats: int
 ) -> float:
+    """Measure the median milliseconds of a collective, of the slowest rank."""
     runs = []
     for _ in range(1 + repeats):
         dist.barrier(group)

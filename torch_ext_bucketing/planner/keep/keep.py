@@ -178,6 +178,7 @@ class KeepPlanner:
         return self._outcomes[key]
 
     def _scheduled(self, kept: _Set, limit: int, parked: _Set, at_most_ms: float) -> Outcome:
+        """Schedule both halves of a choice under a bound."""
         # A choice mostly changes backward: forward's order stays while its peak is under the bound.
         self.tried += 1
         first = second = None

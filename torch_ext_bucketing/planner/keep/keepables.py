@@ -382,6 +382,7 @@ def with_copies(
 
 
 def _to_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model:
+    """Add a copy to host memory after each parked value, and its wait after the last use."""
     live, edit = model.liveness, ModelEdit(model)
     last = {s: i for i, touched in enumerate(live.touches) for s in parked.keys() & touched}
     start: dict[int, int] = {}
@@ -397,6 +398,7 @@ def _to_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model
 
 
 def _from_host(model: Model, parked: Mapping[int, fx.Node], costs: Costs) -> Model:
+    """Add a copy from host memory before the first use of each parked value."""
     live, edit = model.liveness, ModelEdit(model)
     copies: dict[int, int] = {}
     for i, touched in enumerate(live.touches):

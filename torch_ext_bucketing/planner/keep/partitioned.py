@@ -189,6 +189,7 @@ class PartitionedModel:
         return [tuple(sorted(read.get(k, ()))) for k in range(len(self.keepables))]
 
     def _with_bytes(self, one: Keepable, held: tuple[int, ...]) -> Keepable:
+        """Fill in the bytes that keeping a value holds, and the parameters that it serves."""
         size = self.backward.liveness.size
         fqns = {
             f: None
@@ -529,6 +530,7 @@ class _Split:
     def _model(
         self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
     ) -> Model:
+        """Build the model of one half, of the nodes at ``places`` in the joint model."""
         present, live, edit = dict(given), self._live, _edit_of(self._joint, places)
         for i in places:
             fresh = tuple(s for s in live.allocates[i] if s not in present)

@@ -168,6 +168,7 @@ class ListScheduler:
                 self._place(node)
 
     def _place(self, i: int) -> None:
+        """Append node ``i``, whose needs are done, and update everything that depends on it."""
         model, analysis = self.model, self.analysis
         self.order.append(i)
         self.done[i] = True
@@ -304,6 +305,7 @@ class ListScheduler:
     # --- prefetching -----------------------------------------------------------------------------
 
     def _prefetch(self) -> None:
+        """Launch the next gathers of each group as far as depth, deadlines and memory allow."""
         analysis, options = self.analysis, self.options
         for group, gathers in analysis.gathers.items():
             next_place = self.next_gather[group]
@@ -318,7 +320,8 @@ class ListScheduler:
                 next_place += 1
             self.next_gather[group] = next_place
 
-    def _may_launch(self, gather: int, gathers: Sequence[int], at: int) -> bool:
+    def _may_launch(self, gather: int, gathers: Sequence[int], number: int) -> bool:
+        """Return whether ``gathers[number]`` may launch before the next kernel."""
         analysis, options = self.analysis, self.options
         use = analysis.first_use[gather]
         if self.missing[gather]:
@@ -328,7 +331,7 @@ class ListScheduler:
         if distance > options.max_prefetch:
             return False
         ahead = 0
-        for other in reversed(gathers[max(0, at - options.depth) : at]):
+        for other in reversed(gathers[max(0, number - options.depth) : number]):
             by = analysis.first_use[other]  # past the last kernel for a result of the graph
             unused = by < len(analysis.kernels) and not self.done[analysis.kernels[by]]
             ahead += self.done[other] and unused

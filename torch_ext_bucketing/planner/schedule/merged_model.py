@@ -189,6 +189,7 @@ class _BucketEdit:
         self._casts = self._merged_casts()
 
     def model(self, order: Iterable[int]) -> Model:
+        """Build the model, with the nodes and buckets of ``order``."""
         size, kept, allocates = self._edit.size, self._edit.kept, self._old.liveness.allocates
         for m in self._merged:
             m.buffer = self._edit.storage(sum(size[s] for i in m.starts for s in allocates[i]))
@@ -227,6 +228,7 @@ class _BucketEdit:
         return tuple(dict.fromkeys(instead.get(s, s) for s in storages))
 
     def _keep(self, i: int) -> None:
+        """Add a node that no bucket replaces, with reads and needs as they are after merging."""
         needs, touches = self._old.needed_values[i], self._old.liveness.touches[i]
         changes: dict[str, Any] = {}
         if not self._packs.keys().isdisjoint(needs):

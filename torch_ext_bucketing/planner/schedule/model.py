@@ -98,6 +98,7 @@ class Model(NodeTable):
         return live.at_start + always_live - sum(live.size[s] for s in inputs if s not in later)
 
     def _reached(self, i: int, edges: Sequence[Iterable[int]]) -> bytearray:
+        """Mark, by place, node ``i`` and all that the edges lead to from it."""
         reached, stack = bytearray(len(self)), [i]
         reached[i] = 1
         while stack:

@@ -2,7 +2,7 @@
 
 Each order is made in one pass (:mod:`.list_schedule`) and timed on the cost model
 (:mod:`.timeline`). The fastest order that keeps the bounds is chosen, else the one that misses them
-least. An order that is faster, but misses the bounds, is made again with a tighter limit on memory.
+least. A faster order that exceeds the bound on memory is made again under lower limits.
 Where the bound on memory is out of reach, the least peak takes its place (:class:`_LeastPeak`). The
 model's own order is always a candidate, so the estimate never gets worse. Of orders with equal
 steps, one made for slower communication is taken, unless it needs more memory: it loses less where
@@ -37,9 +37,9 @@ _GIVEN = "as given"
 _ALONE = "without the host"
 _PLAIN = "longest path first"
 """The name of the order that :func:`.plain_schedule` makes."""
-_TIGHTER = 3
-_QUICK_TIGHTER = 1
-"""The number of attempts to tighten an order that misses its bound."""
+_LIMITS = 3
+_QUICK_LIMITS = 1
+"""The number of lower limits on memory for an order that misses its bound."""
 FAR_ABOVE = 0.25
 """An order that misses a bound by more than that of gathers at their use is rare. Where that misses
 it by this much more than allowed, no others are tried."""
@@ -184,7 +184,7 @@ class _Orders:
                 self.tries.append(_Try(_PLAIN, plain, self._bounds.misses))
         if min(t.timeline.step_ms for t in self.tries) > self._at_most_ms:
             return None
-        self.tries += self._tightened()
+        self.tries += self._with_less_memory()
         best = self._best
         if best.free is not None and not self._least.beats(best):
             # Without bounds an order may keep them, too.
@@ -227,6 +227,7 @@ class _Orders:
         return True
 
     def _make_each(self, sorts: Iterable[Options]) -> None:
+        """Make an order of each sort that was not tried, under the bounds."""
         for name, free in [self._left.pop(sort) for sort in sorts if sort in self._left]:
             options = self._bounds.ask(free)
             if self._bounds.unbounded:
@@ -265,43 +266,30 @@ class _Orders:
         # The final choice prefers the lower peak of equal steps, so these are made, too.
         return min(self._at_most_ms, (1.0 if self._final else WORTH) * best.timeline.step_ms)
 
-    def _tightened(self) -> list[_Try]:
-        """Make the fastest orders that miss a bound again, with tighter limits on memory."""
-        # Holding kernels back matters more under a limit, so the fastest of either sort may win.
-        misses, attempts = self._least.beats, list[_Try]()
-        kept = min((t.timeline.step_ms for t in self.tries if not misses(t)), default=math.inf)
-        for hold in (True, False):
-            missing = [t for t in self.tries if t.options and t.options.hold is hold and misses(t)]
-            fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
-            if fast is not None and fast.timeline.step_ms < WORTH * kept:
-                attempts += self._with_less_memory(fast, kept)
-        return attempts
-
-    def _with_less_memory(self, fast: _Try, kept: float) -> list[_Try]:
-        """Lower the limit of an order until it keeps the bound, or takes ``kept`` milliseconds."""
+    def _with_less_memory(self) -> list[_Try]:
+        """Make the fastest order that exceeds the bound on memory again, under lower limits."""
         # A limit bounds prefetching and overtaking, but later nodes may exceed it. So it is lowered
-        # by the peak's excess, by twice as much, and so on, until the bound holds. An attempt
-        # without effect doubles the next one once more.
-        assert fast.options is not None
-        assert fast.free is not None
-        bound, peak, attempts = fast.options.limit_bytes, fast.timeline.peak_bytes, list[_Try]()
-        if bound is None or peak <= bound:
-            return []  # the order misses another bound
-        lower = peak - bound
-        for _ in range(_QUICK_TIGHTER if self._quick else _TIGHTER):
+        # by the peak's excess, by twice as much, and so on, until the bound holds.
+        exceeds, attempts = self._least.beats, list[_Try]()
+        kept = min((t.timeline.step_ms for t in self.tries if not exceeds(t)), default=math.inf)
+        missing = [t for t in self.tries if t.options is not None and exceeds(t)]
+        fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+        if fast is None or fast.options is None or fast.free is None:
+            return []
+        bound = fast.options.limit_bytes
+        if bound is None or fast.timeline.step_ms >= WORTH * kept:
+            return []
+        excess = fast.timeline.peak_bytes - bound
+        for lower in (excess * 2**i for i in range(_QUICK_LIMITS if self._quick else _LIMITS)):
+            if not 0 < lower < bound:
+                break
             options = replace(fast.options, limit_bytes=bound - lower)
             name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
             attempt = self._make(name, options, fast.free)
-            lower *= 2
-            if attempt is None:
-                continue
-            attempts.append(attempt)
-            if attempt.timeline.peak_bytes == peak:
-                lower *= 2
-            peak = attempt.timeline.peak_bytes
-            kept_now = not self._least.beats(attempt)
-            if kept_now or attempt.timeline.step_ms >= WORTH * kept or lower >= bound:
-                break
+            if attempt is not None:
+                attempts.append(attempt)
+                if not exceeds(attempt):
+                    break
         return attempts
 
     def improved(self, best: _Try, like: Options | None) -> _Try:

@@ -123,6 +123,7 @@ class Parts:
 def _parts_of_nodes(
     analysis: GraphAnalysis, fqn_of: FqnOf | None, saved: Mapping[str, str]
 ) -> dict[fx.Node, str]:
+    """Map each node to the part of memory that its result counts for."""
     graph, part = analysis.graph, dict[fx.Node, str]()
     parameters = set(named_inputs(graph, fqn_of).values())
     for node in analysis.nodes:

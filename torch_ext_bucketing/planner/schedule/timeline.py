@@ -102,6 +102,7 @@ class _Level:
         self._clock = 0.0
 
     def launch(self, i: int, group: str, now: float, ms: float) -> None:
+        """Launch collective ``i`` at ``now``, and time all that is in flight anew."""
         self._clock = self._run(self._queues, self._clock, now)
         queue = self._queues.setdefault(group, deque())
         if not queue:
