@@ -227,7 +227,9 @@ def of_choices(name: str, layers: int, device: str) -> list[dict[str, Any]]:
             row = compiled(half, joint.mode, phase == "backward", backend, compilation)
             found.append({"graph": f"{name}.{phase}", "way": way, **row})
         both = {k: max(r[k] + r["more"] for r in found) for k in ("unfused", "true")}
-        choice = {"graph": name, "way": f"choice, {way}", "planned": report.peak_bytes[1], **both}
+        planned, bound = report.peak_bytes[1], memory.limit_bytes(planner.reference_bytes)
+        choice = {"graph": name, "way": f"choice, {way}", "planned": planned, **both}
+        choice["bound"] = bound
         rows += [choice, *found]
     return rows
 
@@ -278,12 +280,14 @@ def of_steps(layers: int, device: str) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Render one line per graph and way."""
-    lines = [["graph", "way", "planned GiB", "true GiB", "ratio", "unfused GiB", "ratio"]]
+    head = ["graph", "way", "planned GiB", "true GiB", "ratio", "unfused GiB", "ratio"]
+    lines = [[*head, "bound GiB"]]
     for row in rows:
         true = row["true"]
         line = [row["graph"], row["way"], f"{row['planned'] / GIB:.3f}", f"{true / GIB:.3f}"]
         line += [f"{row['planned'] / true:.3f}", f"{row['unfused'] / GIB:.3f}"]
-        lines.append([*line, f"{row['unfused'] / true:.3f}"])
+        bound = f"{row['bound'] / GIB:.3f}" if "bound" in row else ""
+        lines.append([*line, f"{row['unfused'] / true:.3f}", bound])
     return columns(lines)
 
 

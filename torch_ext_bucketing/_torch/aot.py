@@ -529,3 +529,15 @@ def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
         return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
 
     return written(first) == written(second)
+
+
+def mark_cacheable(function: Callable[..., Any], digest: str) -> None:
+    """Let AOTAutograd cache calls of a function, with any backend; ``digest`` is part of keys."""
+    with private_torch():
+        from torch._inductor import config
+
+    marked, name = (
+        config.unsafe_marked_cacheable_functions,
+        f"{function.__module__}.{function.__name__}",
+    )
+    config.unsafe_marked_cacheable_functions = {**marked, name: digest}
