@@ -258,8 +258,8 @@ def of_steps(layers: int, device: str) -> list[dict[str, Any]]:
         model = teb.data_parallel(Llama(config), mesh)
         units = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), ""]
         merging = teb.BucketByUnit, teb.BucketByCap, teb.BucketAndSchedule, teb.Schedule
-        made = teb.recipe(model, units=units)
-        passes = [*(p for p in made if not isinstance(p, merging)), _Catch()]
+        given = teb.recipe(model, units=units)
+        passes = [*(p for p in given if not isinstance(p, merging)), _Catch()]
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         step = teb.train_step(model, optimizer, loss_of, max_norm=1.0, passes=passes)
         try:

@@ -69,6 +69,7 @@ class RankOrderRuns(Runs):
     """A model in many ways, each with a name and a hash of this rank's weights."""
 
     one_unit = False
+    schedules: Sequence[str] = tuple(SCHEDULES)
 
     def plain(self) -> tuple[nn.Module, DeviceMesh]:
         """Make the model, wide enough for several buckets of 1 MiB."""
@@ -91,7 +92,7 @@ class RankOrderRuns(Runs):
                 yield f"{'rings ' * rings}{name}", self._hash(model, model)
             self.one_unit = False
             for cap in CAPS_MB[::2] if rings else (None, *CAPS_MB):
-                for schedule in ("graph order",) if rings else SCHEDULES:
+                for schedule in ("graph order",) if rings else self.schedules:
                     passes = SCHEDULES[schedule]
                     name = f"{'per unit' if cap is None else f'{cap:g} MiB'}, {schedule}"
                     yield f"{'rings ' * rings}{name}", self._compiled(cap, rings, passes)
@@ -113,9 +114,10 @@ class RankOrderRuns(Runs):
         return self.train(model, self.step(model, run)).digests[-1]
 
 
-def _run(rank: Rank, row: Row, steps: int) -> None:
+def _run(rank: Rank, row: Row, steps: int, schedules: Sequence[str]) -> None:
     with row_group(rank, row):
         runs = RankOrderRuns(rank, row, mesh_of(row), steps)
+        runs.schedules = schedules
         for name, found in runs.all():
             rank.send((name, found))
 
@@ -146,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     row.ranks,
                     row,
                     args.steps,
+                    args.schedules,
                     timeout_s=args.timeout,
                     on_message=on_message,
                 )
@@ -186,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("rank_order.py", __doc__)
     add_names(parser, "models", tuple(MODELS), "models", ("llama", "moe", "uneven"))
     add_names(parser, "topologies", tuple(TOPOLOGIES), "nodes x ranks per node")
+    add_names(parser, "schedules", tuple(SCHEDULES), "schedules of sums in rank order")
     parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="rings or NCCL (default: cpu)"

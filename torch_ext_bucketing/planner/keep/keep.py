@@ -221,12 +221,7 @@ class KeepPlanner:
         return (step, peak, misses, order) if peak <= limit else None
 
     def _schedule(
-        self,
-        half: int,
-        model: Model,
-        limit: int,
-        at_most_ms: float = math.inf,
-        store: bool = True,
+        self, half: int, model: Model, limit: int, at_most_ms: float = math.inf, store: bool = True
     ) -> tuple[float, int, float, Sequence[int]] | None:
         """Return a half's step, peak, misses and order; None: it takes more than ``at_most_ms``."""
         reference = max(model.liveness.own_profile, default=model.liveness.at_start)
