@@ -110,7 +110,7 @@ class KeepPlanner:
         self._peaks: dict[_Set, int] = {}  # of choices for one bound, with their orders' kernels
         self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
-        self._forward_ms = 0.0  # with nothing kept, once that is scheduled
+        self._forward_ms = 0.0  # the shortest with nothing kept, once that is scheduled
         self._order: Sequence[int] = ()  # of backward with nothing kept
         self.reference_bytes = self._held.peak_bytes(())
         self._at_start = partitioned.backward.liveness.at_start
@@ -199,7 +199,7 @@ class KeepPlanner:
         assert first is not None
         second = second or self._schedule(1, backward, limit, (at_most_ms - first[0]) * ROUNDING)
         if not kept:
-            self._forward_ms = first[0]
+            self._forward_ms = min(first[0], self._forward_ms or first[0])
         if second is None or first[0] + second[0] > at_most_ms * ROUNDING:
             return Outcome(kept, math.inf, 0, 0, math.inf, parked)
         peak = max(first[1], second[1])
