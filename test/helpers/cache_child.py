@@ -99,7 +99,9 @@ WAYS: dict[str, tuple[Callable[[nn.Module, Any], nn.Module], int]] = {
 
 def mesh_of(way: str) -> Any:
     world = dist.get_world_size()
-    return init_device_mesh("cpu", (2, world // 2) if way.startswith("2-D") else (world,))
+    if way.startswith("2-D"):
+        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (world,))
 
 
 def model_of(way: str, mesh: Any = None) -> nn.Module:
