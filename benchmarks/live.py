@@ -3,6 +3,7 @@
     python -m benchmarks.live                         on the CPU
     python -m benchmarks.live --device cuda           on fake CUDA: a torch with CUDA, and triton
     python -m benchmarks.live --choices --device cuda    of what stays, under two bounds
+    python -m benchmarks.live --steps --device cuda      of backward with the optimizer's updates
 
 Graphs are those of :mod:`.kernels`, each in its own order, merged and scheduled, and under bounds
 on memory. The planned peak is that of the report; ``unfused`` is the peak of the same order if
@@ -15,7 +16,11 @@ torch's default partitioner cuts the graph, both halves are scheduled under the 
 bucket per unit. The row ``choice`` has the larger peak of both halves, with the shards and
 gradients that the half does not read, against the larger true one. The device is torch's own.
 
-Exit status: 0, or 1 if a planned peak is not within 0.97 to 1.05 of the true one.
+With ``--steps``, the graph is backward of a planned step of LLaMA-3 8B, with clipping and AdamW's
+updates (:func:`.train_step`).
+
+Exit status: 0, or 1 if a planned peak is not within 0.97 to 1.05 of
+the true one.
 """
 
 from __future__ import annotations
@@ -36,10 +41,13 @@ from generated_memory import generated_code, live_of
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.inductor import NO_HOLDS, CustomGraphPass
+from torch_ext_bucketing._torch.without_device import fake_tensors
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
@@ -62,8 +70,10 @@ from .graphs import Graph, load
 from .keep import UNITS, Sharded
 from .kernels import CONFIGS, NAMES
 from .memory import by_hand
+from .models import Llama, LlamaConfig
 from .parallel import Layout, end_world, start_world
 from .serialize import from_data, to_data
+from .step import loss_of
 from .tracing import copy_graph
 
 GIB = 2**30
@@ -75,6 +85,8 @@ WAYS: dict[str, Callable[[], list[GraphPass]]] = {
 }
 """Passes after the partitioner, by name."""
 LOW, HIGH = 0.97, 1.05
+STEP_RANKS, STEP_TOKENS = 2, 512
+"""Ranks and tokens of a planned step: so few that its peak is in the updates."""
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 1},
@@ -215,19 +227,67 @@ def of_choices(name: str, layers: int, device: str) -> list[dict[str, Any]]:
             row = compiled(half, joint.mode, phase == "backward", backend, compilation)
             found.append({"graph": f"{name}.{phase}", "way": way, **row})
         both = {k: max(r[k] + r["more"] for r in found) for k in ("unfused", "true")}
-        choice = {"graph": name, "way": f"choice, {way}", "planned": report.peak_bytes[1], **both}
+        planned, bound = report.peak_bytes[1], memory.limit_bytes(planner.reference_bytes)
+        choice = {"graph": name, "way": f"choice, {way}", "planned": planned, **both}
+        choice["bound"] = bound
         rows += [choice, *found]
+    return rows
+
+
+class _Catch(teb.GraphPass):
+    """Ends a compile with data of its backward graph."""
+
+    stage = "forward_backward"
+
+    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
+        if stage_of(graph) == "backward":
+            raise _Traced(to_data(fx.GraphModule(graph.owning_module, graph)))
+
+
+def of_steps(layers: int, device: str) -> list[dict[str, Any]]:
+    """Return the rows of a planned step's backward."""
+
+    end_world()
+    start_world(Layout(fsdp=STEP_RANKS))
+    mesh = init_device_mesh("cpu", (STEP_RANKS,))
+    config = LlamaConfig(layers=layers, seq=STEP_TOKENS)
+    torch._dynamo.reset()
+    plans = mock.patch.object(backends.BucketingBackend, "only_plans", True)
+    with plans, fake_tensors("H100"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = teb.data_parallel(Llama(config), mesh)
+        units = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), ""]
+        merging = teb.BucketByUnit, teb.BucketByCap, teb.BucketAndSchedule, teb.Schedule
+        given = teb.recipe(model, units=units)
+        passes = [*(p for p in given if not isinstance(p, merging)), _Catch()]
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        step = teb.train_step(model, optimizer, loss_of, max_norm=1.0, passes=passes)
+        try:
+            step(torch.zeros(1, config.seq, dtype=torch.int64))
+        except _Traced as traced:
+            (data,) = traced.args
+    rows = []
+    for way, made in WAYS.items():
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        on = torch.device(device) if device == "cpu" else torch.device(device, 0)
+        gm = from_data(data, mode, on)
+        backend = backends.backend("inductor", made())
+        compilation = backend.pipeline.compilation(fuses=True)
+        row = compiled(gm, mode, True, backend, compilation)
+        rows.append({"graph": f"llama3_8b_fsdp{STEP_RANKS}.backward, AdamW", "way": way, **row})
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Render one line per graph and way."""
-    lines = [["graph", "way", "planned GiB", "true GiB", "ratio", "unfused GiB", "ratio"]]
+    head = ["graph", "way", "planned GiB", "true GiB", "ratio", "unfused GiB", "ratio"]
+    lines = [[*head, "bound GiB"]]
     for row in rows:
         true = row["true"]
         line = [row["graph"], row["way"], f"{row['planned'] / GIB:.3f}", f"{true / GIB:.3f}"]
         line += [f"{row['planned'] / true:.3f}", f"{row['unfused'] / GIB:.3f}"]
-        lines.append([*line, f"{row['unfused'] / true:.3f}"])
+        bound = f"{row['bound'] / GIB:.3f}" if "bound" in row else ""
+        lines.append([*line, f"{row['unfused'] / true:.3f}", bound])
     return columns(lines)
 
 
@@ -236,13 +296,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_graphs("python -m benchmarks.live", __doc__, layers=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--choices", action="store_true", help="of what stays, instead")
+    parser.add_argument("--steps", action="store_true", help="of planned steps, instead")
     args = parser.parse_args(argv)
     document = document_of("python -m benchmarks.live", argv)
     document["rows"] = rows = []
     models = [*CONFIGS[:3], *(f"hf_{name}" for name in TRANSFORMERS)]
     for name in matching(parser, models, args.only) if args.choices else ():
         rows += of_choices(name.removeprefix("hf_"), args.layers, args.device)
-    for name in () if args.choices else matching(parser, NAMES, args.only):
+    rows += of_steps(args.layers, args.device) if args.steps else []
+    others = args.choices or args.steps
+    for name in () if others else matching(parser, NAMES, args.only):
         for way, passes in WAYS.items():
             graph = load(name, args.layers, device=args.device, quiet=True)
             rows.append({"graph": name, "way": way, **measured(graph, passes())})

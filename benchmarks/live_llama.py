@@ -1,7 +1,6 @@
 """Plan the step of transformers' LLaMA that was recorded on an H100, without a card.
 
     python -m benchmarks.live_llama                   8 layers, without a bound
-    python -m benchmarks.live_llama --gib 9.03        and under a bound on memory
 
 LLaMA-3 8B's shapes, sequence 4,096, one sequence, bf16, a rank of 64, ``recipe(model, "speed")``.
 Needs transformers. The plan is that of ``explain``.
@@ -52,13 +51,12 @@ def build(mesh: DeviceMesh) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
     return model, {"input_ids": tokens, "labels": tokens}, lambda output, inputs: output.loss
 
 
-def planned(layers: int, gib: float | None) -> dict[str, int]:
+def planned(layers: int) -> dict[str, int]:
     """Return the planned peaks by stage."""
     global _layers
     _layers = layers
-    report = explain(
-        f"{build.__module__}:build", goal="speed", world_size=64, machine=H100, memory_gib=gib
-    ).report
+    target = f"{build.__module__}:build"
+    report = explain(target, goal="speed", world_size=64, machine=H100).report
     return {
         graph.stage: schedule.peak_bytes[1]
         for graph, schedule in zip(report.graphs, report.schedules, strict=True)
@@ -69,14 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser: argparse.ArgumentParser = parser_of("python -m benchmarks.live_llama", __doc__)
     add_number(parser, "layers", 8, "of the model")
-    parser.add_argument("--gib", type=float, help="a bound on memory")
     add_json(parser)
     args = parser.parse_args(argv)
     document = document_of("python -m benchmarks.live_llama", argv)
-    document["peaks"] = peaks = planned(args.layers, args.gib)
+    document["peaks"] = peaks = planned(args.layers)
     lines = [["graph", "planned GiB", "recorded GiB", "ratio"]]
     for stage, nbytes in peaks.items():
-        known = RECORDED.get(stage) if (args.layers, args.gib) == (8, None) else None
+        known = RECORDED.get(stage) if args.layers == 8 else None
         shown = ["", ""] if known is None else [f"{known:.2f}", f"{nbytes / GIB / known:.3f}"]
         lines.append([stage, f"{nbytes / GIB:.3f}", *shown])
     write_results(args.json, document, columns(lines))

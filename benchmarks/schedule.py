@@ -17,9 +17,8 @@ Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
 
 Both results are timed by :class:`.Timeline` on the same machine: that of the plans, or with
 ``--measured`` one with tables of collectives (:mod:`h100_times`) and with fused kernels, which
-nothing was planned for. The lower bound is
-:attr:`.Paths.bound_ms` of our bucketed graph. Pass times are CPU seconds, medians over
-``--repeat`` fresh loads.
+nothing was planned for. The lower bound is :attr:`.Paths.bound_ms` of our bucketed graph. Pass
+times are CPU seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ import torch.fx as fx
 from torch_ext_bucketing.reports.base import columns
 
 from .bucketing import check_torch, parameter_groups, run_child
-from .command import add_between, add_number, parser_of_graphs, words, write_json
+from .command import add_between, parser_of_graphs, words, write_json
 from .graphs import Graph, chosen, load
 
 if TYPE_CHECKING:
@@ -154,7 +153,6 @@ def child(
     way: str,
     name: str,
     cap_mb: float | None,
-    repeat: int,
     layers: int | None,
     between: float | None,
     by_tables: bool,
@@ -175,17 +173,15 @@ def child(
     # Neither way is charged for imports.
     importlib.import_module("torch._inductor.fx_passes.overlap_scheduling")
     importlib.import_module("torch._inductor.fx_passes.overlap_preserving_bucketer")
-    seconds: list[float] = []
-    for _ in range(repeat):
-        graph = load(name, layers, quiet=True)
-        unbucketed = Timeline.of(model(graph))
-        clock = time.process_time()
-        extra = {}
-        if way == "unpatched":
-            run_unpatched(graph, cap_mb, between)
-        else:
-            extra = run_ours(graph, cap_mb, unbucketed.peak_bytes, between, by_tables)
-        seconds.append(time.process_time() - clock)
+    graph = load(name, layers, quiet=True)
+    unbucketed = Timeline.of(model(graph))
+    clock = time.process_time()
+    extra = {}
+    if way == "unpatched":
+        run_unpatched(graph, cap_mb, between)
+    else:
+        extra = run_ours(graph, cap_mb, unbucketed.peak_bytes, between, by_tables)
+    seconds = time.process_time() - clock
     check_torch(way)
     graph.gm.graph.lint()
     after = model(graph)
@@ -195,7 +191,7 @@ def child(
         "bound_ms": after.paths.bound_ms,
         "peak_gib": reached.peak_bytes / GIB,
         "longest_run": reached.longest_run,
-        "pass_s": statistics.median(seconds),
+        "pass_s": seconds,
         "unbucketed_step_ms": unbucketed.step_ms,
         "unbucketed_peak_gib": unbucketed.peak_bytes / GIB,
         **extra,
@@ -206,13 +202,12 @@ def child(
 def measure(
     name: str,
     cap_mb: float | None,
-    repeat: int,
     layers: int | None,
     between: float | None = None,
     by_tables: bool = False,
 ) -> dict[str, Any]:
     """Measure one row."""
-    arguments = words(only=name, repeat=repeat, cap=cap_mb, layers=layers, between=between)
+    arguments = words(only=name, cap=cap_mb, layers=layers, between=between)
     arguments += words(measured=by_tables)
     found = {way: run_child("benchmarks.schedule", way, arguments) for way in WAYS}
     row = {"graph": name, **found["ours"]}
@@ -259,25 +254,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser = parser_of_graphs("python -m benchmarks.schedule", __doc__)
     parser.add_argument("--cap", type=float, metavar="MIB", help="bucket cap (default: chosen)")
-    add_number(parser, "repeat", 1, "loads per way")
     add_between(parser)
     parser.add_argument("--measured", action="store_true", help="score by tables of collectives")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     names = chosen(parser, args.only, bool(args.child))
-    if args.repeat < 1:
-        parser.error("--repeat must be at least 1")
     if args.between is not None and not 0 < args.between < math.inf:
         parser.error("--between takes a positive number")
     if args.child:
         layers, between = args.layers, args.between
-        child(args.child, names[0], args.cap, args.repeat, layers, between, args.measured)
+        child(args.child, names[0], args.cap, layers, between, args.measured)
         return 0
     rows = []
     for name in names:
         print(name, file=sys.stderr, flush=True)
         between, by_tables = args.between, args.measured
-        rows.append(measure(name, args.cap, args.repeat, args.layers, between, by_tables))
+        rows.append(measure(name, args.cap, args.layers, between, by_tables))
         write_json(args.json, rows)
     print(table(rows))
     return 0

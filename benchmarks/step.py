@@ -3,7 +3,6 @@
     python -m benchmarks.step                     # 2 ranks on gloo, CPU seconds
     python -m benchmarks.step --layers 12 --json results/step.json
     python -m benchmarks.step --between llama3_8b_fsdp64        # what the next step waits for
-    python -m benchmarks.step --calls                           # how large calls are worth it
 
 A transformer is trained on tiny batches by three ways, step by step in turn: ``planned`` is
 ``train_step``; ``eager`` is the same forward and backward graphs, then ``clip_grad_norm_`` and
@@ -15,8 +14,7 @@ would return it to the system and take it back, page by page, in every step.
 
 ``--between`` plans a graph of :mod:`.graphs` on the default machine instead, and prints the gathers
 that forward waits for, and when the last reductions of backward end: a gather can't begin before
-its parameters are updated. ``--calls`` times AdamW's ``foreach`` on 64 MiB of parameters of 256 KiB
-in calls of several sizes, on one thread.
+its parameters are updated.
 
 Exit status: 0, or 1 if weights differ.
 """
@@ -63,12 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_number(parser, "steps", 30, "timed steps")
     add_json(parser)
     parser.add_argument("--between", metavar="GRAPH", help="print what the next step waits for")
-    parser.add_argument("--calls", action="store_true", help="time updates in calls of some sizes")
     args = parser.parse_args(argv)
-    if args.calls:
-        for mib, ms in call_sizes().items():
-            print(f"calls of {mib:5.2f} MiB: {ms:.1f} ms")
-        return 0
     if args.between is not None:
         print("\n".join(between_steps(args.between)))
         return 0
@@ -109,26 +102,6 @@ def between_steps(name: str) -> list[str]:
         if line.step_ms > now:
             lines.append(f"  from {now:.1f} ms: {line.step_ms - now:.2f} ms for the last {kind}")
     return lines
-
-
-def call_sizes() -> dict[float, float]:
-    """Time updates of 64 MiB: return CPU milliseconds by the MiB of a call."""
-    torch.set_num_threads(1)
-    parameters = [nn.Parameter(torch.ones(1 << 16)) for _ in range(256)]
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    found: dict[float, list[float]] = {}
-    optimizers = {
-        n / 4: [torch.optim.AdamW(parameters[i : i + n], foreach=True) for i in range(0, 256, n)]
-        for n in (1, 4, 16, 64, 256)
-    }
-    for _ in range(9):
-        for mib, calls in optimizers.items():
-            clock = time.thread_time()
-            for optimizer in calls:
-                optimizer.step()
-            found.setdefault(mib, []).append((time.thread_time() - clock) * 1e3)
-    return {mib: statistics.median(ms[1:]) for mib, ms in found.items()}
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

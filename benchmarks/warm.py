@@ -24,6 +24,7 @@ Exit status: 0, or 1 if a rank failed or a warm start of ours missed; times deci
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -32,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,9 +163,9 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
     """Run one rank's first step, print when it was done, and end the process."""
     if way != "ours":
         # Its modules can be imported, and what importing the package does is not done.
-        package = types.ModuleType("torch_ext_bucketing")
-        package.__path__ = [str(Path(__file__).parents[1] / "torch_ext_bucketing")]
-        sys.modules[package.__name__] = package
+        spec = importlib.util.find_spec("torch_ext_bucketing")
+        assert spec is not None
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     from torch_ext_bucketing.fsdp.shard import data_parallel
     from torch_ext_bucketing.testing.training import ModelConfig, Transformer
 

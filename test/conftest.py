@@ -1,6 +1,7 @@
 """Shared fixtures, and the two parts of a run: without the hooks of torch and with them."""
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -66,8 +68,32 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if with_hooks and b"mark.hooks" not in collection_path.read_bytes() else None
 
 
+@functools.cache
+def uses_pool(file: Path) -> bool:
+    """Return whether tests of a file run on the ranks that stay up."""
+    return "from rank_pool import" in file.read_text(encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file's tests in one worker, and all that use the ranks that stay up in one, too.
+
+    Otherwise each worker starts such ranks, and the first compile of each takes seconds.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ranks" if uses_pool(config.rootpath / file) else file
+
+    return Files(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of this part of the run, those of long files first."""
+    """Keep the tests of this part of the run, those on ranks and then those of long files first."""
     shard = config.getoption("--shard")
     files = dict.fromkeys(item.path for item in items)
     mine = {path for n, path in enumerate(files) if shard in (None, 1 + n % 2)}
@@ -79,7 +105,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=parts[False])
     # Each of two workers takes the next file when it has finished one. A long file that comes last
     # would leave the other worker idle.
-    items[:] = sorted(parts[True], key=lambda item: item.get_closest_marker("long") is None)
+    items[:] = sorted(
+        parts[True],
+        key=lambda item: (not uses_pool(item.path), item.get_closest_marker("long") is None),
+    )
 
 
 def pytest_collection_finish() -> None:

@@ -103,11 +103,6 @@ def sgd(model):
         ({"compiler": "inductr"}, ValueError, "'aot_eager', 'inductor' or a callable.*'inductr'"),
         ({"prefetch": -1}, ValueError, "prefetch must be a whole number"),
         ({"size_hints": "many"}, (TypeError, ValueError), "size_hints"),
-        (
-            {"grad_scaler": 65536.0},
-            TypeError,
-            "grad_scaler must be a GradScaler or None, got 65536.0",
-        ),
     ],
 )
 def test_options_of_a_step_are_checked_at_once(model, given, error, match):

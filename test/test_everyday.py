@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from marks import at_night
-from sharded_models import TwoBlocks, mesh_for
+from sharded_models import Lean, TwoBlocks, mesh_for
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -114,24 +114,6 @@ def test_a_parameter_may_be_removed(fake_world):
     del module.weight
     with pytest.raises(AttributeError, match="no attribute 'weight'"):
         _ = module.weight
-
-
-class LeanBlock(nn.Module):
-    def __init__(self, dim=8):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(dim))
-        self.w1 = nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x):
-        return x + torch.relu(self.w1(x)) * self.scale
-
-
-class Lean(TwoBlocks):
-    """A model of few parameters, because each makes a compile longer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(LeanBlock() for _ in range(2))
 
 
 class Broken(Lean):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from marks import at_night
-from sharded_models import TwoBlocks
+from sharded_models import Lean
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -46,7 +46,7 @@ def fresh_dynamo():
 
 def two_blocks():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return data_parallel(TwoBlocks(), mesh), TOKENS
+    return data_parallel(Lean(), mesh), TOKENS
 
 
 def one_layer():
@@ -55,7 +55,7 @@ def one_layer():
 
 
 def no_pair():
-    return TwoBlocks()
+    return Lean()
 
 
 def raises():
@@ -67,11 +67,11 @@ def cannot_run():
 
 
 def reads_a_weight():
-    return TwoBlocks().to("cuda" if float(torch.ones(2).sum()) else "cpu")
+    return Lean().to("cuda" if float(torch.ones(2).sum()) else "cpu")
 
 
 def branches_on_data():
-    class Branches(TwoBlocks):
+    class Branches(Lean):
         def forward(self, x):
             out = super().forward(x)
             return out * 2 if float(out.sum()) > 0 else out
@@ -113,7 +113,7 @@ def huge_with_wide_heads():
 
 def of_a_mesh(mesh):
     assert mesh.mesh_dim_names == ("replicate", "fsdp")
-    return data_parallel(TwoBlocks(), mesh, "hybrid_shard"), TOKENS
+    return data_parallel(Lean(), mesh, "hybrid_shard"), TOKENS
 
 
 not_a_function = 3
@@ -186,7 +186,7 @@ def test_the_goal_speed_is_planned_without_compiling(monkeypatch):
         ("no_such_module_here:f", "no module is named 'no_such_module_here'"),
         (f"{HERE}:two_block", "has no two_block; did you mean 'two_blocks'"),
         (f"{HERE}:not_a_function", "has no function not_a_function"),
-        (f"{HERE}:no_pair", r"must return \(model, inputs\).*returned TwoBlocks"),
+        (f"{HERE}:no_pair", r"must return \(model, inputs\).*returned Lean"),
         (f"{HERE}:raises", "raised ValueError: no such file"),
         (f"{HERE}:reads_a_weight", "reads_a_weight reads a tensor's value, and no tensor has"),
         (f"{HERE}:branches_on_data", "reads a tensor's value where torch.compile breaks the graph"),

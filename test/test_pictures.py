@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import TwoBlocks
+from sharded_models import Lean
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.__main__ import main
@@ -25,10 +25,10 @@ TITLE = "</script><script>document.title = 'foreign'</script> & <b>"
 
 def two_blocks():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return data_parallel(TwoBlocks(64, 64), mesh), torch.zeros(2, 3, dtype=torch.long)
+    return data_parallel(Lean(64, 64), mesh), torch.zeros(2, 3, dtype=torch.long)
 
 
-class Broken(TwoBlocks):
+class Broken(Lean):
     """Has a graph break between its blocks."""
 
     def forward(self, tokens):

@@ -5,7 +5,7 @@ import torch
 from collective_graphs import fake_group
 from marks import at_night
 from sharded_models import (
-    TWO_BLOCKS_FQNS,
+    Lean,
     TwoBlocks,
     eager_fsdp2,
     mesh_for,
@@ -325,15 +325,16 @@ def _frames():
 
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
+NAMES = [name for name, _ in Lean().named_parameters()]
 
 
 @pytest.mark.parametrize("way", _frames(), ids=lambda way: way.__name__)
 def test_names_are_the_model_s_whatever_frame_is_compiled(fake_world, way):
-    model = sharded(model=TwoBlocks())
+    model = sharded(model=Lean())
     backend = teb.backend("aot_eager", teb.recipe(model, "speed"))
     teb.recipe(_Around(model).net.layers[0], "speed")  # a newer one, of a part of it
     way(model, backend).sum().backward()
-    expected = set(TWO_BLOCKS_FQNS)
+    expected = set(NAMES)
     if way.__name__ == "each_block":
         # Dynamo compiles the code of equal blocks once, and the first one's names stay.
         expected = {name for name in expected if name.startswith("layers.0.")}
@@ -349,7 +350,7 @@ def _named(backend):
 
 def test_names_of_other_parameters_are_guesses(fake_world):
     """Parameters outside the model of the recipe have names, but a warning names them."""
-    model = sharded(model=TwoBlocks())
+    model = sharded(model=Lean())
     around = _Around(model)
     sharded(model=around.head)
     backend = teb.backend("aot_eager", teb.recipe(model, "speed"), agree=False)
@@ -358,11 +359,11 @@ def test_names_of_other_parameters_are_guesses(fake_world):
 
 
 def test_a_recipe_of_an_equal_model_names_another_one(fake_world):
-    passes = teb.recipe(sharded(model=TwoBlocks()), "speed")  # that model is gone
+    passes = teb.recipe(sharded(model=Lean()), "speed")  # that model is gone
     backend = teb.backend("aot_eager", passes)
-    compiled = torch.compile(_decorated(sharded(model=TwoBlocks())), backend=backend)
+    compiled = torch.compile(_decorated(sharded(model=Lean())), backend=backend)
     compiled(TOKENS).sum().backward()
-    assert _named(backend) == set(TWO_BLOCKS_FQNS)
+    assert _named(backend) == set(NAMES)
 
 
 def test_a_recipe_s_cache_key_has_no_model(fake_world):
@@ -395,7 +396,7 @@ def distillation(student, teacher, tokens):
 def test_several_models_share_a_recipe(fake_world, calls, frozen):
     """The units of each are used, by their own names, whichever function compiles them together."""
     mesh = init_device_mesh("cpu", (4,))
-    models = [TwoBlocks(), TwoBlocks()]
+    models = [Lean(), Lean()]
     for model in models:
         if calls:
             for unit in teb.transformer_block_plan(model):
@@ -433,7 +434,7 @@ def test_a_list_of_models_is_checked(fake_world):
 @pytest.mark.parametrize("goal", ["parity", at_night("speed")])
 def test_a_planned_step_of_several_models(fake_world, goal):
     """The optimizer's model is updated in the graph; the other one keeps its weights."""
-    student, teacher = models = [sharded(model=TwoBlocks()) for _ in range(2)]
+    student, teacher = models = [sharded(model=Lean()) for _ in range(2)]
     teacher.requires_grad_(False)
     step = teb.train_step(
         models,

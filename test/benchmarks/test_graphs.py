@@ -170,6 +170,7 @@ def test_experts_on_a_second_mesh_between_gathers_of_the_first(loaded):
     assert count(backward).collectives["all_to_all", "ep"] == 2
 
 
+@pytest.mark.slow  # test_size_hints has a small mixture of experts
 def test_splits_depend_on_data(loaded):
     graph = loaded("deepseek_v3_fsdp64_ep8_dropless.backward.recompute")
     assert graph.config.size_hints == 2 * 4096 * 6 // 8  # tokens over the ranks of the experts

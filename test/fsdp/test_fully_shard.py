@@ -32,8 +32,8 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("ranks", "programs", "tensor"),
     [
-        (4, 4, 1),
-        (4, 5, 2),
+        (4, 2, 1),
+        (4, 4, 2),
         at_night(2, 100, 1),
         at_night(4, 60, 1),
         at_night(4, 40, 2),
@@ -235,40 +235,18 @@ def _inside(mesh):
     fully_shard(model[0], mesh=mesh)
 
 
-# ``fsdp2_suite`` has calls that eager FSDP2 refuses, too.
+# ``fsdp2_suite`` has calls that eager FSDP2 refuses, too, ``test_arguments`` what is of another type.
 BAD = [
     (lambda m: fully_shard([], mesh=m), ValueError, "list of modules is empty"),
-    (lambda m: fully_shard(linear(), mesh=4), TypeError, "mesh must be a DeviceMesh or None, got"),
-    (
-        lambda m: fully_shard(linear(), mesh=m, reshard_after_forward="yes"),
-        TypeError,
-        "reshard_after_forward must be a bool or int or None, got 'yes'",
-    ),
-    (
-        lambda m: fully_shard(linear(), mesh=m, shard_placement_fn=Shard(1)),
-        TypeError,
-        "shard_placement_fn must be a Callable or None",
-    ),
     (
         lambda m: fully_shard(linear(), mesh=m, shard_placement_fn=lambda p: Shard(2)),
         AssertionError,
         r"Shard dim 2 is invalid",
     ),
-    (lambda m: fully_shard(linear(), mesh=m, mp_policy=BF16), TypeError, "MixedPrecisionPolicy"),
     (
         lambda m: fully_shard(linear(), mesh=m, mp_policy=MixedPrecisionPolicy("bf16")),
         TypeError,
         "mp_policy.param_dtype must be a dtype or None, got 'bf16'",
-    ),
-    (
-        lambda m: fully_shard(linear(), mesh=m, offload_policy=None),
-        TypeError,
-        "offload_policy must be an OffloadPolicy, got None",
-    ),
-    (
-        lambda m: fully_shard(linear(), mesh=m, ignored_params=["weight"]),
-        TypeError,
-        "ignored_params must be parameters, got 'weight'",
     ),
     (_inside, ValueError, "weight of a Linear has a unit already.*inner modules first"),
     (

@@ -9,8 +9,8 @@ import torch.nn as nn
 from collective_graphs import C10D, all_gather, all_reduce, lines_run, reduce_scatter, trace
 from marks import at_night
 from sharded_models import (
-    TWO_BLOCKS_FQNS,
     Capture,
+    OneBlock,
     TwoBlocks,
     collectives,
     shard_by_parametrization,
@@ -37,13 +37,6 @@ def mesh_1d():
     return init_device_mesh("cpu", (4,))
 
 
-def one_block():
-    """Make a model of few parameters, because each makes a compile longer."""
-    model = TwoBlocks()
-    model.layers.pop(1)
-    return model
-
-
 def compiled_tags(model, *inputs, partitioner="default", named=None):
     """Run one step of ``model``; return ``{kind: sorted tags}`` and the capture."""
     capture = Capture(partitioner, named)
@@ -57,7 +50,7 @@ def compiled_tags(model, *inputs, partitioner="default", named=None):
     return {kind: sorted(fqns) for kind, fqns in found.items()}, capture
 
 
-FQNS = [fqn for fqn in TWO_BLOCKS_FQNS if not fqn.startswith("layers.1.")]
+FQNS = [name for name, _ in OneBlock().named_parameters()]
 ONE_EACH = sorted((f,) for f in FQNS)
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
@@ -74,7 +67,7 @@ WAYS = [
 @pytest.mark.parametrize(("shard", "dtype", "partitioner"), WAYS)
 def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
     # 12 and 10 rows over 4 ranks: one parameter is even, one is padded
-    model = shard(one_block(), mesh_1d(), dtype)
+    model = shard(OneBlock(), mesh_1d(), dtype)
     found, capture = compiled_tags(model, TOKENS, partitioner=partitioner)
     assert found == {"all_gather": ONE_EACH, "reduce_scatter": ONE_EACH}
     ((tags, untagged),) = capture.tags
@@ -84,7 +77,7 @@ def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
 
 @pytest.mark.parametrize("named", [False, True], ids=["by source", "by identity"])
 def test_the_named_module(fake_world, named):
-    model = data_parallel(one_block(), mesh_1d())
+    model = data_parallel(OneBlock(), mesh_1d())
     model.layers[0] = torch.compile(model.layers[0], backend="eager")  # a wrapper's name is dropped
     found, _ = compiled_tags(model, TOKENS, named=model if named else None)
     assert found == {"all_gather": ONE_EACH, "reduce_scatter": ONE_EACH}
@@ -111,14 +104,14 @@ def test_replicas_have_all_reduces(fake_world):
     """With reduce-scatters or alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for shard in (shard_by_property, lambda m, mesh: data_parallel(m, mesh, "hybrid_shard")):
-        found, _ = compiled_tags(shard(one_block(), mesh), TOKENS)
+        found, _ = compiled_tags(shard(OneBlock(), mesh), TOKENS)
         assert found == dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), ONE_EACH)
-    found, _ = compiled_tags(data_parallel(one_block(), mesh_1d(), "replicate"), TOKENS)
+    found, _ = compiled_tags(data_parallel(OneBlock(), mesh_1d(), "replicate"), TOKENS)
     assert found == {"all_reduce": ONE_EACH}
 
 
 def test_frozen_parameter_has_no_reduction(fake_world):
-    model = one_block()
+    model = OneBlock()
     model.layers[0].w1.requires_grad_(False)
     found, _ = compiled_tags(data_parallel(model, mesh_1d()), TOKENS)
     assert found["all_gather"] == ONE_EACH
@@ -127,7 +120,7 @@ def test_frozen_parameter_has_no_reduction(fake_world):
 
 
 def test_tied_weights_have_one_name(fake_world):
-    model = one_block()
+    model = OneBlock()
     model.head.weight = model.embedding.weight
     model = data_parallel(model, mesh_1d())
     found, _ = compiled_tags(model, TOKENS, named=model)
@@ -139,7 +132,7 @@ def test_tied_weights_have_one_name(fake_world):
 
 
 def test_inference_graph(fake_world):
-    model = data_parallel(one_block(), mesh_1d())
+    model = data_parallel(OneBlock(), mesh_1d())
     b = backend("aot_eager", [BucketByUnit([["layers.0"], ["embedding", "head"]])])
     with torch.no_grad():
         torch.compile(model, backend=b)(TOKENS)
@@ -210,7 +203,7 @@ def test_joint_export(fake_world):
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    model = shard_by_property(one_block(), mesh_1d(), torch.bfloat16)
+    model = shard_by_property(OneBlock(), mesh_1d(), torch.bfloat16)
     gm = dynamo_graph_capture_for_export(model)(TOKENS)
     context = gm.meta.get("tracing_context")
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A model of two blocks with uneven shards on two ranks, and its gradients on a rank."""
+"""A model with uneven shards on two ranks, and its gradients on a rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from sharded_models import TwoBlocks
+from sharded_models import OneBlock
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -17,9 +17,12 @@ Gradients = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss, and the local gradient of each parameter."""
 
 
-def model(dim: int = 9, vocabulary: int = 13) -> TwoBlocks:
+UNITS = ["layers.0", ""]
+
+
+def model(dim: int = 9, vocabulary: int = 13) -> OneBlock:
     torch.manual_seed(0)
-    return TwoBlocks(dim, vocabulary)
+    return OneBlock(dim, vocabulary)
 
 
 def tokens(rank: int) -> torch.Tensor:

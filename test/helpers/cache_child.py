@@ -99,7 +99,9 @@ WAYS: dict[str, tuple[Callable[[nn.Module, Any], nn.Module], int]] = {
 
 def mesh_of(way: str) -> Any:
     world = dist.get_world_size()
-    return init_device_mesh("cpu", (2, world // 2) if way.startswith("2-D") else (world,))
+    if way.startswith("2-D"):
+        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (world,))
 
 
 def model_of(way: str, mesh: Any = None) -> nn.Module:
@@ -284,7 +286,6 @@ def edited(model):
 SETUPS = {
     "backend": by_backend(lambda: teb.BucketByUnit(AB)),
     "backend, other order": by_backend(lambda: teb.BucketByUnit(BA)),
-    "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
     "backend, lambda": by_backend(lambda: teb.BucketByUnit(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(own_pass),

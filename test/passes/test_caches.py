@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 CACHED = ("backend", "backend, own pass", "backend, pass of a script")
 EDITED = ("backend, edited", "backend, own pass edited")
-OTHERS = ("backend, other order", "backend, by cap")  # every parameter counts: see below
+OTHERS = ("backend, other order",)  # every parameter counts: see below
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import torch
 import torch.fx as fx
 from expecttest import assert_expected_inline
 from sharded_models import (
-    TWO_BLOCKS_FQNS,
     Keep,
     TwoBlocks,
     checkpointed,
@@ -59,6 +58,16 @@ def order(model=None):
 def sharded(mode="fully_shard", **dtypes):
     torch.manual_seed(0)
     return data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), mode, **dtypes)
+
+
+TINY = [["0"], ["1"]]
+"""The units of :func:`tiny`."""
+
+
+def tiny(mode="fully_shard"):
+    """Shard a model of three parameters, which compiles fast."""
+    model = torch.nn.Sequential(torch.nn.Embedding(12, 8), torch.nn.Linear(8, 8))
+    return data_parallel(model, mesh_for(mode), mode)
 
 
 def fqns_of(start):
@@ -157,9 +166,9 @@ def summary(gm):
     return "\n".join(lines) + "\n"
 
 
-def packed_by(passes):
+def packed_by(passes, model=None):
     """Run a step and return what packed its buckets, and the report."""
-    report = compiled_step(passes)
+    report = compiled_step(passes, model)
     return {bucket.packed_by for bucket in report.buckets}, report
 
 
@@ -179,14 +188,14 @@ class Shuffled:
 @pytest.mark.hooks
 def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
     """New users expect an order to pack without another argument."""
-    o = order()
-    found, by_order = packed_by([BucketByUnit(o)])
+    o = FSDPParamOrder.from_fqns([["0.weight"], ["1.bias", "1.weight"]])
+    found, by_order = packed_by([BucketByUnit(o)], tiny())
     assert found == {"FSDPParamOrder"}
-    assert [bucket_fqns(b) for b in by_order.buckets if b.unit == 0] == [list(o.units[0])] * 2
-    assert packed_by([BucketByUnit(o, payload_order=None)])[0] == {"graph order"}
-    assert packed_by([BucketByUnit(UNITS)])[0] == {"graph order"}
-    assert packed_by([BucketByUnit(o, payload_order=Shuffled())])[0] == {"Shuffled"}
-    assert packed_by([BucketByCap(1.0, payload_order=o)])[0] == {"FSDPParamOrder"}
+    assert list(map(bucket_fqns, by_order.buckets)) == [["1.bias", "1.weight"]] * 2
+    assert packed_by([BucketByUnit(o, payload_order=None)], tiny())[0] == {"graph order"}
+    assert packed_by([BucketByUnit(TINY)], tiny())[0] == {"graph order"}
+    assert packed_by([BucketByUnit(o, payload_order=Shuffled())], tiny())[0] == {"Shuffled"}
+    assert packed_by([BucketByCap(1.0, payload_order=o)], tiny())[0] == {"FSDPParamOrder"}
 
 
 @pytest.mark.hooks
@@ -207,11 +216,11 @@ def test_what_has_no_key_is_said_once_per_compile(fake_world):
     assert "no key: layers.0.w1.bias; " in report.to_text()
 
 
-def silence(passes, module=None):
+def silence(passes, model=None):
     """Run a step and return its warnings that nothing is bucketed."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = compiled_step(passes, module)
+        report = compiled_step(passes, model or tiny())
     said = [str(w.message) for w in caught if w.category is NotBucketedWarning]
     assert said == [t for t in report.warnings if t in said]
     return said
@@ -220,14 +229,10 @@ def silence(passes, module=None):
 @pytest.mark.parametrize(
     ("make", "because", "way_out"),
     [
-        (lambda: [BucketByCap(1e-6)], "closed by bytes (9), closed by end (1)", "raise cap_mb"),
+        (lambda: [BucketByCap(1e-6)], "closed by bytes (2), closed by end (1)", "raise cap_mb"),
+        (lambda: [BucketByUnit(TINY, ["all_reduce"])], "no pass buckets all_gather (3)", "kinds="),
         (
-            lambda: [BucketByUnit(order(), ["all_reduce"])],
-            "no pass buckets all_gather (10)",
-            "kinds=",
-        ),
-        (
-            lambda: [BucketByUnit([[f] for f in TWO_BLOCKS_FQNS])],
+            lambda: [BucketByUnit([["0"], ["1.weight"], ["1.bias"]])],
             "same kind, group and dtype",
             "larger units",
         ),
@@ -239,7 +244,7 @@ def test_nothing_bucketed_is_said_once_per_compile(fake_world, monkeypatch, make
     for cls in (LeftAlone, Unmerged):
         monkeypatch.setattr(cls, "__init__", reversed_reason(cls.__init__))
     (said,) = silence(make())
-    assert said.startswith("nothing is bucketed in the forward graph, which has 10 all_gather")
+    assert said.startswith("nothing is bucketed in the forward graph, which has 3 all_gather")
     assert because in said or because[::-1] in said
     assert way_out in said
 
@@ -255,16 +260,14 @@ def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
     for passes in ([ReshardAfterForward()], [BucketByCap(kinds=())]):  # none was asked to
         alone = torch.nn.Sequential(torch.nn.Embedding(12, 8))
         assert silence(passes, data_parallel(alone, init_device_mesh("cpu", (4,)))) == []
-    assert silence([BucketByUnit(order())]) == []
+    assert silence([BucketByUnit(TINY)]) == []
     # No collective in forward, and one for each parameter in backward.
-    replicated = data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), "replicate")
-    assert silence([BucketByUnit(order(), ["all_reduce"])], replicated) == []
+    assert silence([BucketByUnit(TINY, ["all_reduce"])], tiny("replicate")) == []
 
 
 def test_all_reduces_only_when_asked_for(fake_world):
-    for kinds, left in ((("all_gather", "reduce_scatter"), 10), (("all_reduce",), 3)):
-        model = data_parallel(TwoBlocks(), mesh_for("hybrid_shard"), "hybrid_shard")
-        report = compiled_step([BucketByUnit(order(), kinds=kinds)], model)
+    for kinds, left in ((("all_gather", "reduce_scatter"), 3), (("all_reduce",), 2)):
+        report = compiled_step([BucketByUnit(TINY, kinds=kinds)], tiny("hybrid_shard"))
         assert report.collectives_after["all_reduce"] == left
 
 
@@ -474,7 +477,7 @@ def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
     assert without.disabled == ("BucketByUnit",)
     assert without.uuid() not in (key, Pipeline([passes[0], passes[2]]).uuid(), None)
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketByUnit")
-    report = compiled_step(passes)
+    report = compiled_step(passes, tiny())
     assert not report.graphs
     assert report.disabled == ("BucketByUnit", "BucketAndSchedule")
     off = "switched off by TORCH_EXT_BUCKETING_DISABLE: BucketByUnit, BucketAndSchedule\n"
@@ -501,7 +504,7 @@ def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
 
 
 def test_every_passs_time_is_in_the_report(fake_world):
-    report = compiled_step([BucketByUnit(order()), Schedule([Overlap()])])
+    report = compiled_step([BucketByUnit(TINY), Schedule([Overlap()])], tiny())
     assert [(p.stage, p.name) for p in report.passes] == [
         ("joint", "TagParameters"),
         ("forward", "BucketByUnit"),

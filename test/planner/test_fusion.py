@@ -112,6 +112,52 @@ def test_sums_of_rows_and_of_columns_are_two_kernels(g):
     assert g.kernels(rows, columns) == found
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "op", "of_columns", "kernels"),
+    [
+        (8192, 4096, aten.sum.dim_IntList, aten.sum.dim_IntList, 1),
+        (8192, 4096, aten.amax.default, aten.sum.dim_IntList, 1),
+        (8192, 4096, aten.sum.dim_IntList, aten.amax.default, 2),  # only sums are split by rows
+        (4096, 4096, aten.sum.dim_IntList, aten.sum.dim_IntList, 1),
+        (2048, 4096, aten.sum.dim_IntList, aten.sum.dim_IntList, 2),  # few rows
+        (4096, 1024, aten.sum.dim_IntList, aten.sum.dim_IntList, 2),  # few elements
+        (4096, 32768, aten.sum.dim_IntList, aten.sum.dim_IntList, 2),  # long rows
+    ],
+)
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_large_sums_of_rows_and_of_columns_are_one_kernel(
+    g, rows, columns, op, of_columns, kernels, columns_first
+):
+    x = g.input(rows, columns)
+    sums = [(op, 1), (of_columns, 0)]
+    made = [g.op(target, x, [dim]) for target, dim in sums[:: -1 if columns_first else 1]]
+    assert len(g.kernels(*made)) == kernels
+
+
+def test_a_sum_of_columns_that_reads_the_sums_of_rows_is_another_kernel(g):
+    x = g.input(8192, 4096)
+    scaled = g.op(aten.mul.Tensor, x, g.op(aten.sum.dim_IntList, x, [1], True))
+    assert len(g.kernels(g.op(aten.sum.dim_IntList, scaled, [0]))) == 2
+
+
+@pytest.mark.parametrize(("between", "kernels"), [(30, 1), (70, 2)])
+def test_readers_of_one_buffer_that_are_far_away_share_no_kernel(g, between, kernels):
+    x, other = g.input(), g.input(7, 7)
+    read = g.op(aten.mm.default, g.op(aten.neg.default, x), g.input(COLUMNS, 1))
+    for _ in range(between):
+        other = g.op(aten.mm.default, other, other)
+    assert len(g.kernels(read, other, g.op(aten.exp.default, x))) == kernels
+
+
+def test_a_reader_of_a_kernels_result_joins_it_from_far_away(g):
+    x, other = g.input(), g.input(7, 7)
+    first = g.op(aten.neg.default, x)
+    read = g.op(aten.mm.default, first, g.input(COLUMNS, 1))
+    for _ in range(70):
+        other = g.op(aten.mm.default, other, other)
+    assert len(g.kernels(read, other, g.op(aten.exp.default, first))) == 1
+
+
 @pytest.mark.parametrize(("device", "kernels"), [("cuda", 1), ("cpu", 3)])
 def test_concatenation_is_a_loop_per_input_on_the_cpu(device, kernels):
     g = Graph(device)

@@ -76,15 +76,23 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class Look(teb.GraphPass):
-    """Calls a function with the joint graph."""
+    """Calls a function with the joint graph; with ``ends``, nothing is compiled after that."""
 
     stage = "joint"
 
-    def __init__(self, function):
-        self.function = function
+    def __init__(self, function, ends=False):
+        self.function, self.ends = function, ends
 
     def run(self, graph, compilation):
         self.function(graph_of(graph))
+        if self.ends:
+            raise RuntimeError("looked at")
+
+
+def with_joint(look, compile_model, **options):
+    """Trace a model, and call a function with its joint graph."""
+    with pytest.raises(BackendCompilerFailed, match="looked at"):
+        compile_model(Look(look, ends=True), **options)
 
 
 def compiled(*passes, again=False, vocabulary=64, model=TwoBlocks):
@@ -258,7 +266,7 @@ def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
         partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED, activations=True)
         found["units"] = [u for u in partitioned.keepables if not u.starts]
 
-    compiled(Look(look), again=True, model=Dropped)
+    with_joint(look, compiled, again=True, model=Dropped)
     nodes = [n for u in found["units"] for n in u.chains]
     assert any("relu" in n.name for n in nodes)
     assert not any("layers" in u.name for u in found["units"])
@@ -476,8 +484,24 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
     assert bool(parts) == bool(to)
 
 
+@pytest.mark.parametrize(
+    ("seed", "units", "share"),
+    [
+        (1, 4, 0.3),  # by what the fastest choice missed the bound, less of it is kept
+        (4, 3, 0.6),  # a part of the gathers comes before activations
+    ],
+)
+def test_a_small_choice_is_the_best_of_all(two_ranks, seed, units, share):
+    planner = random_planner(seed, units, activations=True)
+    limit = limit_of(planner, share, held_peak(planner, planner.candidates))
+    chosen = KeepPlanner(planner.partitioned).choose(limit)
+    best = min(planner.scheduled(kept, limit) for kept in subsets(planner.candidates))
+    assert not chosen.above
+    assert chosen.step_ms == pytest.approx(best.step_ms)
+
+
 def test_choices_with_host_memory_are_near_the_best_of_all(two_ranks):
-    worse, helped, seeds = 0, 0, range(4, 34 if by_night() else 14)
+    worse, helped, seeds = 0, 0, range(4, 34 if by_night() else 12)
     for seed in seeds:
         rng = random.Random(seed)
         planner = random_planner(seed, 2, activations=True, link=rng.choice((0.25, 0.5, 1, 2, 4)))
@@ -537,7 +561,7 @@ def test_host_memory_is_used_where_it_helps_and_within_its_bound(fake_world):
                 assert sum(b.on_host for b in report.blocks) == there
                 assert {b.name for b in report.blocks} >= {"blocks.0", "blocks.1"}
 
-    halves(Look(choose), dim=512)
+    with_joint(choose, halves, dim=512)
     for (share, host), (limit, without, chosen) in found.items():
         assert not without < chosen
         assert chosen.host_bytes <= host
@@ -698,11 +722,9 @@ def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocab
     def look(graph):
         units = Units.guessed(f for n in graph.nodes if (t := tag_of(n)) for f in t.fqns)
         found.append(KeepPlanner(PartitionedModel(graph, Costs(), units, activations=not found)))
-        raise RuntimeError("planned")  # there is nothing to run
 
     for again in (False, True):
-        with pytest.raises(BackendCompilerFailed, match="planned"):
-            compiled(Look(look), model=Masked, vocabulary=vocabulary, again=again)
+        with_joint(look, compiled, model=Masked, vocabulary=vocabulary, again=again)
     ours, by_hand = found
     peaks = [by_hand.reference_bytes]
     for kept in ((), by_hand.candidates):
@@ -713,7 +735,7 @@ def test_the_least_peak_is_at_most_that_of_checkpointed_blocks(fake_world, vocab
 
 @pytest.mark.parametrize("activations", [at_night(False), True])
 def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
-    shorter, seeds = 0, range(5, 11 if by_night() else 8)
+    shorter, seeds = 0, range(5, 11 if by_night() else 7)
     for seed in seeds:
         graph, machine = random_joint(seed, 5)
         costs = Costs(machine)

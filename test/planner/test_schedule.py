@@ -417,7 +417,7 @@ def test_on_one_level_no_order_is_given_up_for_what_runs_beside_the_rest():
 
 
 def test_a_sort_that_misses_a_bound_is_not_the_only_one_tried():
-    graph, bounds = random_training(12).graph, [Overlap(), PeakMemory(ratio=1.0)]
+    graph, bounds = random_training(68).graph, [Overlap(), PeakMemory(ratio=1.0)]
     on, wide = machine(2.0), Options(window=100)
     alone = schedule_model(model_of(graph, on), bounds, None, like=wide, near=False)[0]
     assert alone.chosen == "as given"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from examples import by_night
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from marks import at_night
@@ -189,20 +190,9 @@ def programs(draw):
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # an example takes seconds
 
 
-@settings(max_examples=3, phases=PHASES)
-@given(programs(), st.integers(0, 1000))
-def test_some_programs_of_units(program, seed):
-    check_program(program, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=12, phases=PHASES)
+@settings(max_examples=12 if by_night() else 2, phases=PHASES)
 @given(programs(), st.integers(0, 1000))
 def test_any_program_of_units(program, seed):
-    check_program(program, seed)
-
-
-def check_program(program, seed):
     torch.manual_seed(seed)
     model = Program(*program)
     nested = ["units.0.inner"] if program[2] else []
@@ -216,15 +206,15 @@ class Layer(nn.Module):
 
     def __init__(self, dim: int = 8):
         super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.k, self.v = (nn.Linear(dim, dim, bias=False) for _ in range(2))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x, bias, memory=None):
         read = self.norm(x) if memory is None else memory
-        scores = self.q(x) @ self.k(read).transpose(-1, -2)
+        scores = x @ self.k(read).transpose(-1, -2)
         if memory is None:
             scores = scores + bias
-        return x + self.out(scores.softmax(-1) @ self.v(read)), bias
+        return x + scores.softmax(-1) @ self.v(read), bias
 
 
 class EncoderDecoder(nn.Module):
@@ -234,9 +224,7 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(16, dim)
         self.bias = nn.Parameter(torch.randn(1, 6, 6))
-        self.encoder, self.decoder = (
-            nn.ModuleList(Layer(dim) for _ in range(layers)) for layers in (2, 3)
-        )
+        self.encoder, self.decoder = (nn.ModuleList(Layer(dim) for _ in range(2)) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 16, bias=False)
 
     def forward(self, tokens):
@@ -249,7 +237,7 @@ class EncoderDecoder(nn.Module):
         return self.head(self.norm(y)).float().logsumexp(-1).mean()
 
 
-UNITS = [f"{side}.{i}" for side, layers in (("encoder", 2), ("decoder", 3)) for i in range(layers)]
+UNITS = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(2)]
 
 
 @pytest.mark.torch
@@ -265,7 +253,7 @@ def test_cross_attention_and_a_shared_bias():
     (report,) = reports
     said = report.to_text()
     assert "added by unit:" in said
-    assert "2 sums" in said
+    assert "made in encoder.1: 1 sums" in said
     # No views of inputs are left in the graph.
     (added,) = (r for r in report.rewrites if r.as_dict()["rewrite"] == "added by unit")
     assert all(a.sums > 0 for a in added.added)

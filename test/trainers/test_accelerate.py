@@ -28,8 +28,6 @@ from torch_ext_bucketing.trainers import accelerate  # noqa: E402
 pytestmark = pytest.mark.long
 
 VOCABULARY, SEQUENCE, STEPS = 64, 12, 4
-LAYERS = 2
-UNITS = LAYERS + 2  # embedding, layers, norm with head; the root has no parameters of its own
 
 
 def join(rank: Rank) -> None:
@@ -50,7 +48,7 @@ def llama(**settings):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **tokens, **settings}))
@@ -119,18 +117,19 @@ ACCUMULATES = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval
 
 def test_trainer_trains_to_the_weights_of_eager_fsdp2(tmp_path):
     """With clipping, microbatches that are reduced once, evaluation, and a checkpoint."""
-    saves = {"save_strategy": "steps", "save_steps": 2, **ACCUMULATES}
-    run = functools.partial(both, **saves)
+    settings = {"save_strategy": "steps", "save_steps": 2, "model": {"num_hidden_layers": 1}}
+    run = functools.partial(both, **settings, **ACCUMULATES)
     found = run_ranks(run, 2, by_trainer, str(tmp_path), timeout_s=240)
     theirs, ours = zip(*found, strict=True)
     assert [r[:2] for r in ours] == [r[:2] for r in theirs]
     evaluated = [entry for entry in ours[0][1] if "eval_loss" in entry]
     assert len(evaluated) == 2
     for _, _, made in ours:
-        # Microbatches gather forward, and layers again backward; their sum is reduced once.
-        assert {"all_gather": UNITS + LAYERS} in made
-        assert {"reduce_scatter": UNITS} in made
-        assert {"all_gather": UNITS} in made  # evaluation
+        # Of embedding, layer, norm with head: the root has no parameters of its own.
+        # Microbatches gather forward, and the layer again backward; their sum is reduced once.
+        assert {"all_gather": 3 + 1} in made
+        assert {"reduce_scatter": 3} in made
+        assert {"all_gather": 3} in made  # evaluation
     weights = tmp_path / "True" / f"checkpoint-{STEPS}" / "model.safetensors"
     assert weights.exists()
 

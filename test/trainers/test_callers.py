@@ -77,9 +77,9 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def lightning(rank: int, ours: bool):
     """Shard meta tensors on a 2-D mesh, as users of ``ModelParallelStrategy`` do."""
     shard = teb.fsdp.fully_shard if ours else fsdp2.fully_shard
-    values = values_of(small_transformer())
+    values = values_of(small_transformer(layers=1))
     with torch.device("meta"):
-        model = small_transformer()
+        model = small_transformer(layers=1)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     for block in model.blocks:
         shard(block, mesh=mesh["data_parallel"])

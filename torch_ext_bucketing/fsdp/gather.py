@@ -19,6 +19,7 @@ and computes the full parameter from them (:class:`Extension`). torchao's weight
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from .._torch.aot import FakeTensorMode, fake_mode_of
+from .._source import package_digest
+from .._torch.aot import FakeTensorMode, fake_mode_of, mark_cacheable
 from .._torch.fsdp2 import (
     KEEPS_WIDE_GRADIENTS,
     REDUCES_BY_GRAD_DTYPE,
@@ -314,6 +316,11 @@ def attach(
     attached: torch.Tensor = _Gather.apply(shard, unreduced, reduction, gathered, *part)
     return attached
 
+
+# Keys of AOTAutograd's cache have the arguments of these calls, but not their code, so they get its
+# digest, with any backend. Without sources there is none, and no cache.
+with contextlib.suppress(RuntimeError):
+    mark_cacheable([attach, Gathering, Reduction], package_digest())
 
 _empty: dict[Any, torch.Tensor] = {}
 

@@ -8,25 +8,30 @@ until it must be written, once in each::
 
 What is written joins a kernel that touches one of its buffers if both have one iteration space and
 no other kernel has to run between them. A reduction of ``n`` rows of ``r`` elements shares its
-space with elementwise operators of ``n`` or of ``n * r`` elements. Everything else, products among
-it, is a kernel of its own. The rules, with their numbers, are those of torch 2.15's
+space with elementwise operators of ``n`` or of ``n * r`` elements, and on CUDA with sums over the
+``n`` elements of each column, if neither reads results of the other::
+
+    y -> sum(y, rows)    y -> sum(y, columns)          [ one kernel: reads y once ]
+
+Readers of one buffer that are far away from each other share no kernel. Everything else, products
+among it, is a kernel of its own. The rules, with their numbers, are those of torch 2.15's
 ``_inductor/ir.py`` (what is written) and ``scheduler.py``; a cycle through several joined
 kernels isn't looked for, and a long reduction is one kernel, where Inductor splits some in two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
 from .._torch.without_device import stands_for_cuda
 from .dependencies import Precedence
-from .nodes import is_view, launched_by, tensors_in
-from .operators import REARRANGES, SCATTERS, Operators, adds_to_larger, is_fused
+from .nodes import is_collective, is_view, is_wait, launched_by, tensors_in
+from .operators import REARRANGES, SCATTERS, SUMS, Operators, adds_to_larger, is_fused
 
 _aten = torch.ops.aten
 _LONGEST_PERSISTENT = 1024
@@ -39,14 +44,34 @@ _MOST_READS = 8
 """The most buffers of a value that isn't written."""
 _MOST_OPERATIONS = 30
 """The most operations of a value that several readers compute again, on CUDA."""
+_LEAST_MIXED = 5 * 2**20
+"""The fewest elements that a kernel sums over both rows and columns (``MixOrderReduction``)."""
+_LEAST_ROWS = 4096
+"""The fewest rows of such a kernel."""
+_LONGEST_ROW = 16 * 1024
+"""The most elements of a row of such a kernel."""
+_MOST_MIXED_READS = 10
+"""The most buffers that such a kernel reads if more than two nodes join it."""
+_FARTHEST = 64
+"""The most operations of Inductor from one to another that joins its kernel and needs none of its
+results (``scheduler.py:are_long_distant_nodes``)."""
+
+
+class Space(NamedTuple):
+    """The iteration space of a kernel."""
+
+    rows: int  # of an elementwise one, all elements
+    length: int = 1  # elements of a row
+    columns: bool = False  # whether it reduces columns: elements of a row lie apart
+    sums: bool = True  # whether columns are reduced by sums alone
+    mixed: bool = False  # whether it reduces the rows, and the columns as well
 
 
 @dataclass
 class Kernel:
     """A kernel."""
 
-    # The number of rows, and of the elements in each; of an elementwise one, all and 1.
-    space: tuple[int, int]
+    space: Space
     # Bytes that it reads and writes, by the node that they are written for; each buffer counts
     # once.
     shares: dict[fx.Node, int] = field(default_factory=dict)
@@ -144,6 +169,8 @@ class _Walk:
         self._made_by: dict[fx.Node, int] = {}  # buffer -> kernel, which may be another library's
         self._before: list[int] = []  # by kernel, a bit set of those it needs
         self._kernel: list[Kernel | None] = []
+        self._operation = 0  # the next of Inductor's operations: each writes a buffer
+        self._first: list[int] = []  # by kernel, its first operation
         self._touching: dict[fx.Node, list[int]] = {}
         # Values that are added to a copy of a constant -> the buffers that they are computed from.
         self._added: dict[fx.Node, dict[fx.Node, int]] = {}
@@ -181,7 +208,7 @@ class _Walk:
         for number, node, reads in self._joined:
             kernel = self._kernel[number]
             assert kernel is not None
-            if kernel.space[1] > _LONGEST_PERSISTENT:
+            if kernel.space.length > _LONGEST_PERSISTENT:
                 for buffer in reads:
                     key = number, buffer
                     last_read[key] = max(last_read.get(key, -1), place[node])
@@ -281,6 +308,7 @@ class _Walk:
                 if first not in self._inline and (whole.several or operator.size < whole.size):
                     # Readers of different results, or parts, share nothing.
                     self._read_elsewhere.add(first)
+                    self._operation += whole.several
                     if first in self._made_by:
                         self._made_by[node] = self._made_by[first]
                 else:
@@ -294,7 +322,8 @@ class _Walk:
             # Always written: Inductor computes no reduction inside its readers.
             results = max(self._numel(node), 1)
             terms = max(self._numel(inputs[0]) // results, 1)
-            self._join(node, self._reads(inputs), (results, terms))
+            columns, sums = not _reduces_rows(node), node.target in SUMS
+            self._join(node, self._reads(inputs), Space(results, terms, columns, sums))
         else:
             self._compute(node)
 
@@ -317,7 +346,7 @@ class _Walk:
     def _compute(self, node: fx.Node) -> None:
         inputs, target = self._operators[node].inputs, node.target
         if target is _aten.copy_.default:
-            self._join(node, self._reads(inputs[1:]), (self._numel(node), 1), into=inputs[0])
+            self._join(node, self._reads(inputs[1:]), Space(self._numel(node)), into=inputs[0])
             return
         if target in (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default):
             reads = self._reads(inputs)  # of the table, no more than is returned
@@ -332,7 +361,7 @@ class _Walk:
             whole = [] if self._cpu else whole
             for parts in filter(None, [whole, *([n] for n in inputs if n not in whole)]):
                 nbytes = sum(map(self._size, parts))
-                space = sum(map(self._numel, parts)), 1
+                space = Space(sum(map(self._numel, parts)))
                 self._join(node, self._reads(parts), space, nbytes=nbytes, alone=True)
             return
         self._inline[node] = reads
@@ -368,24 +397,20 @@ class _Walk:
     def _operations(self, node: fx.Node) -> int:
         """Count the operations, loads and constants of a value that is computed in its readers."""
         count, found, stack = len(self._inline[node]), {node}, [node]
+        operators, root_of, inline = self._operators, self._root, self._inline
         while stack and count <= _MOST_OPERATIONS:
-            value = stack.pop()
-            # Each input of a concatenation has a range to compare with, and is selected by it.
-            inputs = self._operators[value].inputs
-            if value.target is _aten.cat.default:
-                count += 3 + 4 * len(inputs)
-            else:
-                constants = sum(isinstance(a, (int, float)) for a in value.args)
-                count += 1 + (constants if inputs else 0)
-            for root in (self._root.get(n, n) for n in inputs):
-                if root in self._inline and root not in found:
+            operator = operators[stack.pop()]
+            count += operator.operations
+            for value in operator.inputs:
+                root = root_of.get(value, value)
+                if root in inline and root not in found:
                     found.add(root)
                     stack.append(root)
         return count
 
     def _write(self, node: fx.Node) -> None:
         reads = self._inline.pop(node)
-        self._join(node, reads, (self._numel(node), 1))
+        self._join(node, reads, Space(self._numel(node)))
 
     def _call(self, node: fx.Node) -> None:
         """Add a kernel of another library, or any other operator."""
@@ -398,6 +423,9 @@ class _Walk:
         self._read_elsewhere.update(roots)
         needs = self._makers(roots)
         number = self._made_by[node] = self._number(None)
+        # Collectives and waits are not counted: with their copies into and out of buckets, merged
+        # and unmerged graphs have about as many operations then.
+        self._operation += not (is_collective(node) or is_wait(node))
         self._stands_after(number, needs)
         if node.meta.get("val") is None:  # it writes to its inputs
             self._made_by.update(dict.fromkeys(roots, number))
@@ -409,7 +437,7 @@ class _Walk:
         assert isinstance(base, fx.Node)
         assert isinstance(values, fx.Node)
         read, alone = self._reads([base]), adds_to_larger(node)
-        self._join(node, read, (self._numel(node), 1), alone=alone)
+        self._join(node, read, Space(self._numel(node)), alone=alone)
         if not read and not alone:
             self._added[node] = self._reads([values])
         rest = [n for n in node.all_input_nodes if n is not base]
@@ -417,10 +445,11 @@ class _Walk:
         overwrites = node.target is _aten.index_put.default and not node.args[3:]
         if not overwrites and node.target is not _aten.scatter.src:
             moved *= 2  # each value is added to the present one
-        space = self._numel(values), 1
+        space = Space(self._numel(values))
         self._join(node, self._reads(rest), space, into=node, nbytes=moved, alone=alone)
 
     def _number(self, kernel: Kernel | None) -> int:
+        self._first.append(self._operation)
         self._kernel.append(kernel)
         self._before.append(0)
         if kernel is not None:
@@ -436,11 +465,56 @@ class _Walk:
         """Return the kernels that write some buffers."""
         return {self._made_by[b] for b in buffers if b in self._made_by}
 
+    def _find_kernel(
+        self, reads: Mapping[fx.Node, int], space: Space, needs: Collection[int]
+    ) -> int:
+        """Return the kernel that a node joins, with its new space; -1: none."""
+        # Inductor tries pairs by the bytes that they share, of equals the nearest. Producers, and
+        # reductions of the same elements in another order, may be far away.
+        shared: dict[int, int] = {}
+        nearest, reduces = self._operation - _FARTHEST, space.length > 1
+        for buffer, n in reads.items():
+            for number in self._touching.get(buffer, ()):
+                if reduces or self._first[number] >= nearest or number in needs:
+                    shared[number] = shared.get(number, 0) + n
+        for number in sorted(shared, key=lambda k: (-shared[k], -k)):
+            kernel = self._kernel[number]
+            assert kernel is not None
+            both = None
+            if self._first[number] >= nearest or number in needs:
+                both = _common(kernel.space, space)
+            if reduces and number not in needs and not self._cpu:
+                both = both or self._mixed(kernel, space, reads)
+            if both is None or (self._cpu and kernel.flat and space.length > 1):
+                continue
+            if kernel.space.mixed and len({**kernel.buffers, **reads}) > _MOST_MIXED_READS:
+                continue
+            # A kernel that has to run in between would close a cycle.
+            if not any(self._before[k] >> number & 1 for k in needs if k != number):
+                kernel.space = both
+                return number
+        return -1
+
+    def _mixed(self, kernel: Kernel, space: Space, reads: Iterable[fx.Node]) -> Space | None:
+        """Return the space of a kernel that also sums the same elements in the other order."""
+        rows, columns = kernel.space, space
+        if rows.columns:
+            rows, columns = columns, rows
+        if rows.columns or not columns.columns or (rows.length, rows.rows) != columns[:2]:
+            return None
+        numel = rows.rows * rows.length
+        if not columns.sums or numel < _LEAST_MIXED:
+            return None
+        if rows.rows < _LEAST_ROWS or rows.length > _LONGEST_ROW:
+            return None
+        whole = any(b in kernel.buffers and self._numel(b) == numel for b in reads)
+        return rows._replace(mixed=True) if whole else None
+
     def _join(
         self,
         node: fx.Node,
         reads: dict[fx.Node, int],
-        space: tuple[int, int],
+        space: Space,
         *,
         into: fx.Node | None = None,
         nbytes: int | None = None,
@@ -450,29 +524,17 @@ class _Walk:
 
         With ``alone`` the kernel is new, and none that reads the result joins it.
         """
-        # Inductor tries pairs by the bytes that they share, of equals the nearest.
-        shared: dict[int, int] = {}
-        for buffer, n in reads.items() if not alone else ():
-            for number in self._touching.get(buffer, ()):
-                shared[number] = shared.get(number, 0) + n
         result = node if into is None else self._root.get(into, into)
-        needs, joined = self._makers([*reads, result]), -1
-        for number in sorted(shared, key=lambda k: (-shared[k], -k)):
-            kernel = self._kernel[number]
-            assert kernel is not None
-            both = _common(kernel.space, space)
-            if self._cpu and kernel.flat and space[1] > 1:
-                both = None
-            # A kernel that has to run in between would close a cycle.
-            between = any(self._before[k] >> number & 1 for k in needs if k != number)
-            if both and not between:
-                joined, kernel.space = number, both
-                break
+        needs = self._makers([*reads, result])
+        joined = -1 if alone else self._find_kernel(reads, space, needs)
         if joined < 0:
-            flat = all(n == self._size(b) and self._numel(b) == space[0] for b, n in reads.items())
-            joined = self._number(Kernel(space, flat=flat and space[1] == 1))
+            flat = all(
+                n == self._size(b) and self._numel(b) == space.rows for b, n in reads.items()
+            )
+            joined = self._number(Kernel(space, flat=flat and space.length == 1))
         kernel = self._kernel[joined]
         assert kernel is not None
+        self._operation += 1
         self._stands_after(joined, needs)
         self._joined.append((joined, node, reads))
         read = 0  # a buffer that the kernel has written or read before costs no bytes
@@ -500,13 +562,22 @@ def _moves(node: fx.Node) -> bool:
     return is_fused(node) or (is_view(node) and launched_by(node) is None)
 
 
-def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
+def _reduces_rows(node: fx.Node) -> bool:
+    """Return whether a reduction adds up elements that lie next to each other."""
+    value, dims = node.args[0], node.args[1] if len(node.args) > 1 else ()
+    assert isinstance(value, fx.Node)
+    shape = value.meta["val"].shape
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return True
+    reduced = {d % len(shape) for d in dims if isinstance(d, int)}
+    long = [i in reduced for i, n in enumerate(shape) if n != 1]
+    return long == sorted(long)
+
+
+def _common(a: Space, b: Space) -> Space | None:
     """Return the iteration space of two kernels together; None if they can't be one."""
-    if a == b:
-        return a
-    (n, r), (m, s) = a, b
-    if r > 1 and s > 1:
-        return None
-    if s > 1:
-        n, r, m = m, s, n
-    return (n, r) if r > 1 and m in (n, n * r) else None
+    if a.length > 1 and b.length > 1:
+        return a._replace(sums=a.sums and b.sums) if a[:3] == b[:3] else None
+    if b.length > 1:
+        a, b = b, a
+    return a if b.rows in (a.rows, a.rows * a.length) else None

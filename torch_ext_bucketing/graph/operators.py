@@ -45,6 +45,8 @@ SCATTERS = {
     _aten.scatter_add.default: 3,
 }
 """Operators that add or write to a copy of their first argument, and the place of the values."""
+SUMS = frozenset({_aten.prod.dim_int, _aten.sum.dim_IntList})
+"""Reductions of columns that may share a kernel with one of rows."""
 _INDEX_PUTS = (
     _aten._unsafe_masked_index_put_accumulate.default,
     _aten.index_put.default,
@@ -71,6 +73,7 @@ class Operator(NamedTuple):
     size: int  # bytes of the result
     numel: int  # elements of the result, by its bytes: sizes may depend on data
     several: bool  # whether there are several results
+    operations: int  # those of an element, and its constants: Inductor counts them
 
 
 class Operators(dict[fx.Node, Operator]):
@@ -92,14 +95,22 @@ class Operators(dict[fx.Node, Operator]):
             numel = size // value.dtype.itemsize
         elif _has_several(node.target):
             numel = size // sum(v.dtype.itemsize for v in value)
+        inputs = node.all_input_nodes
+        if node.target is _aten.cat.default:
+            # Each input has a range to compare with, and is selected by it.
+            operations = 3 + 4 * len(inputs)
+        else:
+            constants = [a for a in node.args if isinstance(a, (int, float))] if inputs else []
+            operations = 1 + len(constants)
         operator = self[node] = Operator(
             is_view(node),
             is_fused(node),
             is_reduction(node),
-            node.all_input_nodes,
+            inputs,
             size,
             numel,
             several,
+            operations,
         )
         return operator
 

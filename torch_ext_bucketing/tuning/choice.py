@@ -204,7 +204,7 @@ class TuneReport(Report):
             f"rank(s){bound}"
         )
         yield (
-            "bits depend on the choice: give every candidate FixedOrderReduce to have the same ones"
+            'bits depend on the choice: they do not with FixedOrderReduce and "aot_eager" in all'
             if self.bits_depend
             else "bits do not depend on the choice: gradients are added in rank order"
         )

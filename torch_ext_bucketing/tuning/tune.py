@@ -278,11 +278,12 @@ class Tuner:
         return estimates
 
     def _bits_depend(self) -> bool:
-        """Return whether candidates may give different bits."""
+        """Return whether candidates may give different bits, by sums or by Inductor's kernels."""
         backends = [c for c in self.candidates.values() if isinstance(c, BucketingBackend)]
         added = (last_of(c.pipeline.ahead, FixedOrderReduce) for c in backends)
         sums = {None if p is None else p.accumulate for p in added}
-        alike = len(sums) == 1 and None not in sums and len({c.compiler for c in backends}) == 1
+        compilers = {c.compiler for c in backends}
+        alike = len(sums) == len(compilers) == 1 and not {None, "inductor"} & {*sums, *compilers}
         return len(self.candidates) > 1 and not (alike and len(backends) == len(self.candidates))
 
 
@@ -353,8 +354,8 @@ def default_candidates(
     - ``"no buckets"``: one collective per parameter.
 
     All give the model eager FSDP2's collectives first and gather the same parameters again for
-    backward. With ``reduce`` all give the same bits. Without transformer blocks and ``units`` those
-    by unit are left out.
+    backward. With ``reduce`` and ``"aot_eager"`` all give the same bits; Inductor's kernels round
+    otherwise in another plan. Without transformer blocks and ``units`` those by unit are left out.
     """
     options: dict[str, Any] = {"machine": machine, "reduce": reduce, "memory": memory}
     options |= {"optimizer": optimizer}

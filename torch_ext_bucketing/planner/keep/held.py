@@ -79,19 +79,19 @@ class HeldUnits:
     def _moved_in_backward(self, stay: Stay) -> Iterator[Range]:
         live, touched_by = self._backward.liveness, self._touched_by
         whole = self._partitioned.sizes
-        held, touched = set(stay.held), dict[int, None]()
-        for i, runs in enumerate(stay.places):
-            if not runs:
-                touched.update(dict.fromkeys(live.touches[i]))
+        held, runs = set(stay.held), stay.places
+        touched = dict.fromkeys(s for i in stay.removed for s in live.touches[i])
         for s in touched:
-            nbytes, first = live.size[s], self._first.get(s, 0)
+            nbytes, end = live.size[s], self._last[s]
             if s in held:
+                first = self._first.get(s, 0)
                 yield whole[s], 0, first
-                yield whole[s] - nbytes, first, self._last[s] + 1  # no kernel wrote it
+                yield whole[s] - nbytes, first, end + 1  # no kernel wrote it
                 nbytes = whole[s]
-            if s not in live.kept:  # freed earlier, or not there at all
-                last = next((i for i in reversed(touched_by[s]) if stay.places[i]), first - 1)
-                yield -nbytes, last + 1, self._last[s] + 1
+            if nbytes and not runs[end] and s not in live.kept:  # freed earlier, or not there
+                first = self._first.get(s, 0)
+                last = next((i for i in reversed(touched_by[s]) if runs[i]), first - 1)
+                yield -nbytes, last + 1, end + 1
         for part in stay.parts:
             for s, i in part.read.items():
                 yield whole[s], 0, i + 1

@@ -110,6 +110,7 @@ class KeepPlanner:
         self._peaks: dict[_Set, int] = {}  # of choices for one bound, with their orders' kernels
         self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
+        self._forward_ms = 0.0  # the shortest with nothing kept, once that is scheduled
         self._order: Sequence[int] = ()  # of backward with nothing kept
         self.reference_bytes = self._held.peak_bytes(())
         self._at_start = partitioned.backward.liveness.at_start
@@ -180,12 +181,26 @@ class KeepPlanner:
         """Schedule both halves of a choice under a bound."""
         # A choice mostly changes backward: forward's order stays while its peak is under the bound.
         self.tried += 1
-        forward, backward = self.partitioned.with_parked(kept, parked)
-        known_forward = None if parked else self._known_forward(forward, limit)
-        first = known_forward or self._schedule(0, forward, limit, not parked)
+        first = second = None
+        if parked:
+            forward, backward = self.partitioned.with_parked(kept, parked)
+        elif at_most_ms < math.inf:
+            # Forward writes what is kept, so it takes no less time than with nothing kept. Most
+            # choices are given up for backward alone.
+            backward, rest_ms = self.partitioned.half(1, kept), at_most_ms - self._forward_ms
+            second = self._schedule(1, backward, limit, rest_ms * ROUNDING)
+            if second is None:
+                return Outcome(kept, math.inf, 0, 0, math.inf)
+            forward = self.partitioned.half(0, kept)
+        else:
+            forward, backward = self.partitioned.models(kept)
+        first = None if parked else self._known_forward(forward, limit)
+        first = first or self._schedule(0, forward, limit, store=not parked)
         assert first is not None
-        second = self._schedule(1, backward, limit, at_most_ms=(at_most_ms - first[0]) * ROUNDING)
-        if second is None:
+        second = second or self._schedule(1, backward, limit, (at_most_ms - first[0]) * ROUNDING)
+        if not kept:
+            self._forward_ms = min(first[0], self._forward_ms or first[0])
+        if second is None or first[0] + second[0] > at_most_ms * ROUNDING:
             return Outcome(kept, math.inf, 0, 0, math.inf, parked)
         peak = max(first[1], second[1])
         misses = first[2] + second[2]
@@ -209,12 +224,7 @@ class KeepPlanner:
         return (step, peak, misses, order) if peak <= limit else None
 
     def _schedule(
-        self,
-        half: int,
-        model: Model,
-        limit: int,
-        store: bool = True,
-        at_most_ms: float = math.inf,
+        self, half: int, model: Model, limit: int, at_most_ms: float = math.inf, store: bool = True
     ) -> tuple[float, int, float, Sequence[int]] | None:
         """Return a half's step, peak, misses and order; None: it takes more than ``at_most_ms``."""
         reference = max(model.liveness.own_profile, default=model.liveness.at_start)

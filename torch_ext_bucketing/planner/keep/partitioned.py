@@ -53,6 +53,7 @@ class Stay:
     held: tuple[int, ...]  # storages that are saved because of the choice
     # Storages that are saved if nothing is kept, and that no remaining node reads.
     dropped: tuple[int, ...]
+    removed: Sequence[int] = ()  # places in backward whose nodes do not run
     parts: tuple[PartChanges, ...] = ()  # changes by parts that are kept
 
     def changes(self) -> dict[int, dict[str, Any]]:
@@ -233,7 +234,7 @@ class PartitionedModel:
     def _what_stays(self, gone: frozenset[int]) -> Stay:
         live, touched_by = self._halves[1].liveness, self.touched_by
         runs = bytearray(b"\1") * len(self.backward)
-        removed = []
+        removed = list[int]()
         parts = tuple(part for k, part in self.parts.items() if k in gone)
         others = [i for part in parts for i, row in part.changes.items() if "touches" in row]
         # A bucket of a part reads the part instead of its inputs. Its wait still needs its start.
@@ -246,11 +247,13 @@ class PartitionedModel:
                 removed.append(i)
         for i in others:
             reads[i] = 0
-        allocated = [s for i in reversed(removed) for s in live.allocates[i]]
+        removed.reverse()
+        allocated = [s for i in removed for s in live.allocates[i]]
         read = {s for s in (*allocated, *self._saved) if any(map(reads.__getitem__, touched_by[s]))}
         held = tuple(s for s in allocated if s in read)
         dropped = tuple(s for s in self._saved if s not in read)
-        return Stay(runs, (*held, *(s for part in parts for s in part.made)), dropped, parts)
+        held += tuple(s for part in parts for s in part.made)
+        return Stay(runs, held, dropped, removed, parts)
 
     def saved(self, kept: Collection[int]) -> frozenset[int]:
         """Return the storages that forward leaves for backward with a choice."""
@@ -292,17 +295,17 @@ class PartitionedModel:
 
     def models(self, kept: Collection[int]) -> tuple[Model, Model]:
         """Return the models of forward and backward for a choice."""
+        return self.half(0, kept), self.half(1, kept)
+
+    def half(self, number: int, kept: Collection[int]) -> Model:
+        """Return forward's model for a choice, or with ``number`` 1 backward's."""
         if not kept:
-            return self.forward, self.backward
-        halves = self._halves_of(kept)
+            return (self.forward, self.backward)[number]
+        model = self._half_of(number, kept)
         if not self.costs.machine.fuses:
-            return halves
+            return model
         # A kernel ends where its half does, so a kept value is written in forward.
-        first, second = (
-            self._split.fused(half, half.liveness.kept, places)
-            for half, places in zip(halves, self._places_of(kept), strict=True)
-        )
-        return first, second
+        return self._split.fused(model, model.liveness.kept, self._places_of(number, kept))
 
     def peak_in(self, kept: Collection[int], orders: Sequence[Sequence[int]]) -> int:
         """Return the larger peak of both halves in these orders, with the kernels of each order.
@@ -311,25 +314,31 @@ class PartitionedModel:
         models of a choice have the kernels of the graph's order.
         """
         peaks = []
-        halves = zip(self._halves_of(kept), self._places_of(kept), orders, strict=True)
-        for half, places, order in halves:
+        for number, order in enumerate(orders):
+            half, places = self._half_of(number, kept), self._places_of(number, kept)
             ordered, kept_here = self._split.in_order(places, half, order), half.liveness.kept
             live = self._split.fused(half, kept_here, ordered).liveness
             kernels, _ = self._split.kernels(kept_here, tuple(ordered))
             peaks.append(live.peak(kernels.together(half.dependencies, order)))
         return max(peaks)
 
-    def _places_of(self, kept: Collection[int]) -> tuple[list[int], list[int]]:
-        """Return the places of both halves' nodes in the joint graph, without merged buckets."""
-        split, nodes = self._split, self._halves[1].dependencies.nodes
-        gone = {nodes[i] for i, runs in enumerate(self.stay(kept).places) if not runs}
-        return split.forward, split.backward_without(gone)[0]
+    def _places_of(self, number: int, kept: Collection[int]) -> list[int]:
+        """Return the places of a half's nodes in the joint graph, without merged buckets."""
+        if not number:
+            return self._split.forward
+        nodes = self._halves[1].dependencies.nodes
+        return self._split.backward_without({nodes[i] for i in self.stay(kept).removed})[0]
 
-    def _halves_of(self, kept: Collection[int]) -> tuple[Model, Model]:
-        """Return both halves for a choice, without fused kernels."""
+    def _half_of(self, number: int, kept: Collection[int]) -> Model:
+        """Return a half for a choice, without fused kernels."""
         if not kept:
-            return self._halves
-        forward, stay = self._halves[0], self.stay(kept)
+            return self._halves[number]
+        stay = self.stay(kept)
+        return self._without(kept, stay) if number else self._forward_with(stay)
+
+    def _forward_with(self, stay: Stay) -> Model:
+        """Return forward with the storages that a choice saves."""
+        forward = self._halves[0]
         live = forward.liveness
         saved = {**live.kept, **dict.fromkeys(stay.held)}
         for s in stay.dropped:
@@ -342,7 +351,7 @@ class PartitionedModel:
             for i, copy_ms in part.copy_ms.items():
                 ms[i] += copy_ms
         stays = Storages(live.size, allocates, touches, saved, live.at_start)
-        return replace(forward, ms=ms, liveness=stays), self._without(kept, stay)
+        return replace(forward, ms=ms, liveness=stays)
 
     def in_place(self, kept: Collection[int]) -> Model:
         """Return :attr:`backward` with a choice's times, and with the nodes that it removes."""
