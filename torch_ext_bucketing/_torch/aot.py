@@ -529,13 +529,3 @@ def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
         return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
 
     return written(first) == written(second)
-
-
-def mark_cacheable(functions: Iterable[Callable[..., Any]], digest: str) -> None:
-    """Let AOTAutograd cache calls of functions, with any backend; ``digest`` is part of keys."""
-    with private_torch():
-        from torch._inductor import config
-
-    names = {f"{f.__module__}.{f.__name__}": digest for f in functions}
-    marked = config.unsafe_marked_cacheable_functions
-    config.unsafe_marked_cacheable_functions = {**marked, **names}

@@ -107,6 +107,7 @@ def compile_inductor(
     post_grad: Any,
     options: dict[str, Any] | None = None,
     mode: str | None = None,
+    cacheable: Mapping[str, str] | None = None,
     prefetch: int | None = None,
     holds: bool = True,
     meshes: Sequence[Any] = (),
@@ -119,6 +120,7 @@ def compile_inductor(
     Args:
         joint: runs on the joint graph; ``post_grad`` on the forward and backward graphs.
         options: options of ``torch.compile``, and its ``mode``.
+        cacheable: names of functions whose calls AOTAutograd may cache, with their digests.
         prefetch: depth of torch's overlap scheduling, if it is on and has no depth.
         holds: whether code may hold a buffer after its last use, for a later one of equal size.
         meshes: see :func:`.watched_caches`.
@@ -149,6 +151,10 @@ def compile_inductor(
         "custom_partitioner_fn": Partitioner(
             options.get("custom_partitioner_fn", config.custom_partitioner_fn)
         ),
+        "unsafe_marked_cacheable_functions": {
+            **config.unsafe_marked_cacheable_functions,
+            **(cacheable or {}),
+        },
     }
     for entry in ("collective_bucketing", "pre_bucketing_fsdp_collectives"):
         if hasattr(config.aten_distributed_optimizations, entry):

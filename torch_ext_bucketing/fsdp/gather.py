@@ -19,7 +19,6 @@ and computes the full parameter from them (:class:`Extension`). torchao's weight
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -32,8 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from .._source import package_digest
-from .._torch.aot import FakeTensorMode, fake_mode_of, mark_cacheable
+from .._torch.aot import FakeTensorMode, fake_mode_of
 from .._torch.fsdp2 import (
     KEEPS_WIDE_GRADIENTS,
     REDUCES_BY_GRAD_DTYPE,
@@ -317,10 +315,8 @@ def attach(
     return attached
 
 
-# Keys of AOTAutograd's cache have the arguments of these calls, but not their code, so they get its
-# digest, with any backend. Without sources there is none, and no cache.
-with contextlib.suppress(RuntimeError):
-    mark_cacheable([attach, Gathering, Reduction], package_digest())
+CALLS = (attach, Gathering, Reduction)
+"""Functions that Dynamo's graphs call. Their arguments are in keys of AOTAutograd's cache."""
 
 _empty: dict[Any, torch.Tensor] = {}
 

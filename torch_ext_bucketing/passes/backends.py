@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.fx as fx
 
+from .._source import package_digest
 from .._torch import caches as _caches
 from .._torch import dynamo as _dynamo
 from .._torch import paused_gc
@@ -26,6 +27,7 @@ from .._torch.process_groups import compiles_for_all_ranks, default_group
 from .._torch.without_device import Planned, results_alone
 from ..errors import GuessedNamesWarning, NoUuidError, check_argument, check_count
 from ..fqns import format_names
+from ..fsdp.gather import CALLS
 from ..fsdp.tagging import gradients_of, named_inputs
 from ..graph.sizes import GivenHints, SizeHints, check_size_hints
 from ..reports.compile import CompileReport
@@ -210,6 +212,7 @@ class _Compile:
             post_grad=_InductorPass(self, "forward_backward"),
             options=keywords.get("options"),
             mode=keywords.get("mode"),
+            cacheable={f"{f.__module__}.{f.__name__}": package_digest() for f in CALLS},
             prefetch=self.backend.prefetch,
             holds=not self.backend.orders,
             meshes=self.meshes,
