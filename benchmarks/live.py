@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch.aot import stage_of
+from torch_ext_bucketing._torch.aot import Partitioner, stage_of
 from torch_ext_bucketing._torch.inductor import NO_HOLDS, CustomGraphPass
 from torch_ext_bucketing._torch.without_device import fake_tensors
 from torch_ext_bucketing.explain import explain
@@ -220,7 +220,7 @@ def of_choices(name: str, layers: int, device: str) -> list[dict[str, Any]]:
         reshard.run(gm.graph, compilation)
         (report,) = (r for r in compilation.report.rewrites if isinstance(r, KeepReport))
         inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-        halves = default_partition(gm, inputs, num_fwd_outputs=joint.outputs)
+        halves = Partitioner(default_partition)(gm, inputs, num_fwd_outputs=joint.outputs)
         way = f"{part}/3, {len(report.kept)} of {len(report.units)} kept"
         found = []
         for phase, half in zip(("forward", "backward"), halves, strict=True):

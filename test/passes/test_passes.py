@@ -19,9 +19,11 @@ from sharded_models import (
 )
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.eager_parity.ranks import aten_kernels
+from torch_ext_bucketing._torch.aot import mark_recompute, mark_save
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.errors import (
     NotBucketedWarning,
@@ -44,6 +46,7 @@ from torch_ext_bucketing.planner.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.reports.base import LeftAlone
 from torch_ext_bucketing.reports.compile import Unmerged
 
+c10d = torch.ops._c10d_functional
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
@@ -583,3 +586,32 @@ def test_no_cycles_are_collected_during_a_compile(compiler):
     with pytest.raises(BackendCompilerFailed, match="LookupError"):
         run(torch.ones(3))
     assert (seen.found, gc.isenabled()) == ([False, False], True)
+
+
+class SavesAroundACollective(GraphPass):
+    """Saves the input of an all-reduce and what is computed from it, but not the result."""
+
+    stage = "joint"
+
+    def run(self, graph, compilation):
+        nodes = {n.target: n for n in graph.nodes if n.op == "call_function"}
+        for target in (torch.ops.aten.mm.default, torch.ops.aten.exp.default):
+            mark_save(nodes[target])
+        for target in (c10d.all_reduce.default, c10d.wait_tensor.default):
+            mark_recompute(nodes[target])
+
+
+def test_backward_repeats_no_collective_for_nobody(fake_world):
+    def forward(x, w):
+        return all_reduce(x @ w, "sum", torch.distributed.group.WORLD.group_name).exp()
+
+    graphs = Keep()
+    compiled = torch.compile(forward, backend=backend(graphs, [SavesAroundACollective()]))
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    compiled(x, w).sum().backward()
+    waits = [
+        len(graphs[stage].graph.find_nodes(op="call_function", target=c10d.wait_tensor.default))
+        for stage in ("forward", "backward")
+    ]
+    assert waits == [1, 1]  # of the gradient backward has one of its own
+    assert "mm" not in [n.name for n in graphs["backward"].graph.find_nodes(op="placeholder")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -55,7 +55,10 @@ def _is_tagged(node: fx.Node) -> bool:
 
 
 class Partitioner(CustomPartitionerFn):
-    """A partitioner, Inductor's if None, without two faults of torch's at random operators."""
+    """A partitioner, Inductor's if None, without three faults of torch's.
+
+    Two are at random operators, one at collectives that backward would repeat for nobody.
+    """
 
     # A class of this module and not of a function, since Inductor's cache keys pickle its config.
 
@@ -68,7 +71,8 @@ class Partitioner(CustomPartitionerFn):
 
         partition = self._partition or min_cut_rematerialization_partition
         operators = _stand_in_for_calls_without_dropout(gm)
-        halves = partition(gm, joint_inputs, **kwargs)
+        with _without_dead_waits():
+            halves = partition(gm, joint_inputs, **kwargs)
         for half in (gm, *halves) if operators else ():
             for node in half.graph.nodes:
                 if node.op == "call_function":
@@ -81,6 +85,27 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """Return the given partitioner's, or the name of Inductor's; None: graphs aren't cached."""
         return "min_cut" if self._partition is None else self._partition.uuid()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _without_dead_waits() -> Iterator[None]:
+    """Let a partitioner drop the waits in backward whose results nobody reads."""
+    # ``wait_tensor`` has a side effect, so backward keeps the wait and the collective, if its input
+    # is saved, and the input. torch drops such a wait only if the collective itself is saved.
+    #
+    #   forward    mm -> reduce_scatter -> wait -> add            saved: add, mm for other choices
+    #   backward   mm -> reduce_scatter -> wait   add -> ...      repeated without a reader
+    #
+    # A joint graph has no other dead wait: AOTAutograd drops those that a program makes.
+    with private_torch():
+        from torch.fx.node import _side_effectful_functions as with_effects
+
+    wait: Any = torch.ops._c10d_functional.wait_tensor.default
+    with_effects.discard(wait)
+    try:
+        yield
+    finally:
+        with_effects.add(wait)
 
 
 def _stand_in_for_calls_without_dropout(joint: fx.GraphModule) -> dict[Any, Any]:
