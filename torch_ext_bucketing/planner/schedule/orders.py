@@ -267,29 +267,31 @@ class _Orders:
         return min(self._at_most_ms, (1.0 if self._final else WORTH) * best.timeline.step_ms)
 
     def _with_less_memory(self) -> list[_Try]:
-        """Make the fastest order that exceeds the bound on memory again, under lower limits."""
+        """Make the fastest orders that exceed the bound on memory again, under lower limits."""
         # A limit bounds prefetching and overtaking, but later nodes may exceed it. So it is lowered
         # by the peak's excess, by twice as much, and so on, until the bound holds.
         exceeds, attempts = self._least.beats, list[_Try]()
         kept = min((t.timeline.step_ms for t in self.tries if not exceeds(t)), default=math.inf)
         missing = [t for t in self.tries if t.options is not None and exceeds(t)]
-        fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
-        if fast is None or fast.options is None or fast.free is None:
-            return []
-        bound = fast.options.limit_bytes
-        if bound is None or fast.timeline.step_ms >= WORTH * kept:
-            return []
-        excess = fast.timeline.peak_bytes - bound
-        for lower in (excess * 2**i for i in range(_QUICK_LIMITS if self._quick else _LIMITS)):
-            if not 0 < lower < bound:
-                break
-            options = replace(fast.options, limit_bytes=bound - lower)
-            name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
-            attempt = self._make(name, options, fast.free)
-            if attempt is not None:
-                attempts.append(attempt)
-                if not exceeds(attempt):
+        for hold in (True, False):  # to hold kernels back matters more under a lower limit
+            alike = (t for t in missing if t.options is not None and t.options.hold is hold)
+            fast = min(alike, key=lambda t: t.timeline.step_ms, default=None)
+            if fast is None or fast.options is None or fast.free is None:
+                continue
+            bound = fast.options.limit_bytes
+            if bound is None or fast.timeline.step_ms >= WORTH * kept:
+                continue
+            excess = fast.timeline.peak_bytes - bound
+            for lower in (excess * 2**i for i in range(_QUICK_LIMITS if self._quick else _LIMITS)):
+                if not 0 < lower < bound:
                     break
+                options = replace(fast.options, limit_bytes=bound - lower)
+                name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
+                attempt = self._make(name, options, fast.free)
+                if attempt is not None:
+                    attempts.append(attempt)
+                    if not exceeds(attempt):
+                        break
         return attempts
 
     def improved(self, best: _Try, like: Options | None) -> _Try:
