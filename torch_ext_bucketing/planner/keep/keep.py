@@ -181,7 +181,7 @@ class KeepPlanner:
         """Schedule both halves of a choice under a bound."""
         # A choice mostly changes backward: forward's order stays while its peak is under the bound.
         self.tried += 1
-        first = second = None
+        second = None
         if parked:
             forward, backward = self.partitioned.with_parked(kept, parked)
         elif at_most_ms < math.inf:
@@ -212,10 +212,7 @@ class KeepPlanner:
     def _known_forward(
         self, model: Model, limit: int
     ) -> tuple[float, int, float, Sequence[int]] | None:
-        """Return the step in ms, peak, misses and order of forward in the order found before.
-
-        None if the peak exceeds the bound, or no order was found yet.
-        """
+        """Return forward's step in ms, peak, misses and order, as found before; None: no room."""
         if self._forward is None:
             return None
         order, step, misses = self._forward
