@@ -19,8 +19,7 @@ gradients that the half does not read, against the larger true one. The device i
 With ``--steps``, the graph is backward of a planned step of LLaMA-3 8B, with clipping and AdamW's
 updates (:func:`.train_step`).
 
-Exit status: 0, or 1 if a planned peak is not within 0.97 to 1.05 of
-the true one.
+Exit status: 0, or 1 if a planned peak is not within 0.97 to 1.05 of the true one.
 """
 
 from __future__ import annotations
@@ -227,9 +226,8 @@ def of_choices(name: str, layers: int, device: str) -> list[dict[str, Any]]:
             row = compiled(half, joint.mode, phase == "backward", backend, compilation)
             found.append({"graph": f"{name}.{phase}", "way": way, **row})
         both = {k: max(r[k] + r["more"] for r in found) for k in ("unfused", "true")}
-        planned, bound = report.peak_bytes[1], memory.limit_bytes(planner.reference_bytes)
-        choice = {"graph": name, "way": f"choice, {way}", "planned": planned, **both}
-        choice["bound"] = bound
+        choice = {"graph": name, "way": f"choice, {way}", "planned": report.peak_bytes[1], **both}
+        choice["bound"] = memory.limit_bytes(planner.reference_bytes)
         rows += [choice, *found]
     return rows
 
@@ -246,7 +244,6 @@ class _Catch(teb.GraphPass):
 
 def of_steps(layers: int, device: str) -> list[dict[str, Any]]:
     """Return the rows of a planned step's backward."""
-
     end_world()
     start_world(Layout(fsdp=STEP_RANKS))
     mesh = init_device_mesh("cpu", (STEP_RANKS,))

@@ -594,7 +594,8 @@ class SavesAroundACollective(GraphPass):
     stage = "joint"
 
     def run(self, graph, compilation):
-        nodes = {n.target: n for n in graph.nodes if n.op == "call_function"}
+        # Backward has products and an all-reduce of its own, after forward's.
+        nodes = {n.target: n for n in reversed(graph.nodes) if n.op == "call_function"}
         for target in (torch.ops.aten.mm.default, torch.ops.aten.exp.default):
             mark_save(nodes[target])
         for target in (c10d.all_reduce.default, c10d.wait_tensor.default):

@@ -101,11 +101,12 @@ def _without_dead_waits() -> Iterator[None]:
         from torch.fx.node import _side_effectful_functions as with_effects
 
     wait: Any = torch.ops._c10d_functional.wait_tensor.default
-    with_effects.discard(wait)
+    removed = with_effects & {wait}
+    with_effects -= removed
     try:
         yield
     finally:
-        with_effects.add(wait)
+        with_effects |= removed
 
 
 def _stand_in_for_calls_without_dropout(joint: fx.GraphModule) -> dict[Any, Any]:
