@@ -107,7 +107,6 @@ class KeepPlanner:
         self._kinds = self._find_kinds()
         self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
         self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
-        self._peaks: dict[_Set, int] = {}  # of choices for one bound, with their orders' kernels
         self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._forward_ms = 0.0  # the shortest with nothing kept, once that is scheduled
@@ -122,7 +121,6 @@ class KeepPlanner:
         return self._choice(limit, self._most())
 
     def _choice(self, limit: int, most: int) -> Outcome:
-        self._peaks.clear()
         with paused_gc():
             best = self._with_parked(self._choose(limit, most), limit, most)
             if best.parked:
@@ -141,10 +139,8 @@ class KeepPlanner:
         # Finding these for each choice that is scheduled would take a third of the planning time.
         if one.parked or not self.partitioned.costs.machine.fuses:
             return one
-        if one.kept not in self._peaks:
-            orders = self._orders[one.kept, limit, one.parked]
-            self._peaks[one.kept] = self.partitioned.peak_in(one.kept, orders)
-        peak = self._peaks[one.kept]
+        orders = self._orders[one.kept, limit, one.parked]
+        peak = self.partitioned.peak_in(one.kept, orders)
         return replace(one, peak_bytes=peak, above=max(0, peak - limit))
 
     def _useful_ms(self, outcomes: Iterable[Outcome]) -> float:
