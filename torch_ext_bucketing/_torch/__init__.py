@@ -52,9 +52,8 @@ def with_room_for_frames(function: Callable[P, R]) -> Callable[P, R]:
     # CPython maps memory for frames in chunks of 16 KiB, and unmaps a chunk with its first frame.
     # So where a compile fills a chunk, each call below maps one anew: half of a choice's time. A
     # frame that is too large for such a chunk gets a larger one, with as much room after it.
-    @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **kwargs)
 
     call.__code__ = call.__code__.replace(co_stacksize=_SLOTS)
-    return call
+    return functools.wraps(function)(call)
