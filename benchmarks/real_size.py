@@ -9,7 +9,7 @@ memory. It fails above the limits of the table. Rows with ``hf:`` need transform
 the defaults of its configuration there, which are those of the model with 671 billion parameters,
 and other rows have those of :data:`CONFIGURATIONS`.
 
-``choice`` is the CPU time of what is kept, by layer. ``over bins`` are the collectives that are
+``choice`` is the CPU time of choosing what is kept. ``over bins`` are the collectives that are
 left, relative to the bins that first-fit decreasing needs at the same byte caps, in forward and in
 backward. That is a lower bound without dependencies.
 """
@@ -112,16 +112,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 """Fields of transformers' configurations, by the name in a row, there with a number of layers."""
 
 
-def configured(arguments: str, folder: Path) -> tuple[str, int]:
-    """Write the configuration that a row names; return the row with its file, and the layers."""
+def configured(arguments: str, folder: Path) -> str:
+    """Write the configuration that a row names; return the row with its file."""
     model, _, options = arguments.partition(" ")
     name, _, layers = model.removeprefix("hf:").partition("-")
     if name not in CONFIGURATIONS or not layers:
-        return arguments, 0
+        return arguments
     file = folder / f"{name}-{layers}.json"
     config = {"model_type": name, "num_hidden_layers": int(layers)} | CONFIGURATIONS[name]
     file.write_text(json.dumps(config), encoding="utf-8")
-    return f"hf:{file} {options}", int(layers)
+    return f"hf:{file} {options}"
 
 
 def bins(nbytes: Sequence[int], cap: int) -> int:
@@ -152,7 +152,7 @@ def measure(rank: Rank, arguments: str) -> dict[str, Any]:
     """Explain in this process; return seconds, memory and the plan's figures."""
     start, clock, text = time.monotonic(), time.process_time(), io.StringIO()
     path = f"{rank.store_path}.json"
-    arguments, layers = configured(arguments, Path(path).parent)
+    arguments = configured(arguments, Path(path).parent)
     choices: list[float] = []
     choose = ReshardAfterForward._choose
 
@@ -173,7 +173,6 @@ def measure(rank: Rank, arguments: str) -> dict[str, Any]:
     pairs = zip(report["graphs"], report["schedules"], strict=True)
     speed = [(graph, schedule) for graph, schedule in pairs if schedule["caps"]]
     return {
-        "layers": layers,
         "choice_s": sum(choices),
         "over_bins": [over_bins(*pair) for pair in speed],
         "cpu_s": time.process_time() - clock,
@@ -206,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     document = document_of("python -m benchmarks.real_size", argv)
     document["rows"] = {}
     table = [["model", "CPU s", "limit", "GiB", "limit", "collectives", "over bins"]]
-    table[0] += ["choice, s/layer", "step, ms", "peak, GiB"]
+    table[0] += ["choice, s", "step, ms", "peak, GiB"]
     late = False
     for name in names:
         arguments, seconds, gib = ROWS[name]
@@ -224,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{gib:g}",
                 f"{before} -> {after}",
                 ", ".join(f"{part:.3f}" for part in row["over_bins"]),
-                f"{row['choice_s'] / row['layers']:.2f}" if row["layers"] else "",
+                f"{row['choice_s']:.1f}",
                 f"{row['step_ms']:.0f}",
                 f"{row['peak_bytes'] / 2**30:.1f}",
             ]
