@@ -244,6 +244,20 @@ _RECOMPUTE_REGION = 100_000
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def without_repeats(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a joint graph without nodes that repeat others; names and meta stay.
+
+    Inductor's partitioner does the same first. So backward's cast of a product may be forward's::
+
+        mm -> cast -> exp -> ...   cast_1 -> sigmoid      mm -> cast -> exp -> ...   sigmoid(cast)
+    """
+    with private_torch():
+        from torch._functorch import config
+        from torch._functorch.compile_utils import fx_graph_cse
+
+    return fx_graph_cse(graph) if config.cse else graph
+
+
 def mark_recompute(node: fx.Node) -> None:
     """Make the partitioner recompute ``node`` in backward instead of saving it."""
     node.meta["ac_graph_id"] = _RECOMPUTE_REGION
