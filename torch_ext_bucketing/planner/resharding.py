@@ -267,8 +267,8 @@ class _Marks:
         def found(marked: Iterable[fx.Node]) -> list[fx.Node]:
             return [nodes[n.name] for n in marked]
 
-        sorts = (self.gathered, self.again, self.saved)
-        return _Marks(*map(found, sorts), self.parts, found(self.parked))
+        gathered, again, saved = map(found, (self.gathered, self.again, self.saved))
+        return _Marks(gathered, again, saved, self.parts, found(self.parked))
 
     def is_part(self, tag: Tag) -> bool:
         """Check whether the smaller group gathers the parameters of ``tag`` again."""
