@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ._torch import paused_gc
+from ._torch import paused_gc, with_room_for_frames
 from ._torch.without_device import OnCpu, fake_tensors, reads_values
 from .fsdp.shard import data_parallel
 from .graph.sizes import GivenHints
@@ -61,6 +61,7 @@ class Explanation:
         return self.state_bytes + max((s.peak_bytes[1] for s in self.report.schedules), default=0)
 
 
+@with_room_for_frames
 @paused_gc()
 def explain(
     target: str | None = None,

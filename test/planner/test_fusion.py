@@ -320,3 +320,23 @@ def test_nodes_of_a_kernel_stand_where_it_runs():
     assert dependencies.is_order(order)
     names = [dependencies.nodes[i].name for i in order]
     assert names == ["amax", "sub", "exp", "mm", "mm_1"]
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_products_keep_their_order(between):
+    """A kernel that reads a product runs after it, so no earlier product can read its results."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cosine = x.cos()
+        first = cosine @ y if between else y @ y
+        product = x @ y
+        return cosine, product * x, first, cosine @ product
+
+    graph = make_fx(step, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 8)).graph
+    analysis = GraphAnalysis(graph, fuses=True)
+    assert [[n.name for n in k.shares] for k in analysis.fused.kernels] == (
+        [["cos"], ["mul"]] if between else [["cos", "mul"]]
+    )
+    # One kernel, where it has all that it reads: it writes the cosine there.
+    runs_at = {n.name: first.name for n, first in analysis.fused.runs_at.items()}
+    assert runs_at == ({} if between else {"cos": "mul"})

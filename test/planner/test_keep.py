@@ -56,7 +56,7 @@ from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.keep.keepables import unit_name
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.resharding import ReshardAfterForward, _mark, _marks_of
-from torch_ext_bucketing.planner.schedule.list_schedule import list_schedule
+from torch_ext_bucketing.planner.schedule.list_schedule import ROUNDING, list_schedule
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Options, PeakMemory
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
@@ -498,6 +498,24 @@ def test_a_small_choice_is_the_best_of_all(two_ranks, seed, units, share):
     best = min(planner.scheduled(kept, limit) for kept in subsets(planner.candidates))
     assert not chosen.above
     assert chosen.step_ms == pytest.approx(best.step_ms)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_backward_takes_at_least_as_long_as_its_busiest_stream(two_ranks, fuses):
+    """What a choice is given up for is never more than its time."""
+    rng, tight = random.Random(0), 0
+    for seed in range(6):
+        graph, machine = random_joint(seed, 6)
+        costs = Costs(replace(machine, fuses=fuses))
+        partitioned = PartitionedModel(graph, costs, BLOCKS, activations=True)
+        candidates = KeepPlanner(partitioned).candidates
+        for _ in range(8):
+            kept = [k for k in candidates if rng.random() < rng.choice((0.2, 0.5, 0.8))]
+            backward = partitioned.half(1, kept)
+            least, bound = partitioned.busy_ms(kept), backward.paths.bound_ms
+            assert least <= bound * ROUNDING
+            tight += least > 0.9 * bound
+    assert tight > 24
 
 
 def test_choices_with_host_memory_are_near_the_best_of_all(two_ranks):

@@ -4,6 +4,7 @@ import gc
 import math
 import random
 import re
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
-from torch_ext_bucketing._torch import paused_gc
+from torch_ext_bucketing._torch import paused_gc, with_room_for_frames
 from torch_ext_bucketing._torch.inductor import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import ByCap, CapPlanner
@@ -689,6 +690,24 @@ def test_the_collector_runs_again_after_an_error_and_only_if_it_did():
         seen.append(gc.isenabled())
         raise LookupError
     assert [*seen, gc.isenabled()] == [True, False, False, False, True]
+
+
+def _most_faults(calls, depth=100, most=0):
+    """Return the most page faults that ``calls`` takes at a depth of the stack."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    calls()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return _most_faults(calls, depth - 1, max(most, faults)) if depth else max(most, faults)
+
+
+def test_calls_map_no_memory_where_frames_fill_a_chunk():
+    def calls():
+        for _ in range(1000):
+            len([*map(lambda i: i, range(2))])  # noqa: C417
+
+    # At some depth the frames of what is called have a chunk of their own.
+    assert _most_faults(calls) > 1000
+    assert _most_faults(with_room_for_frames(calls)) < 100
 
 
 @pytest.mark.parametrize(

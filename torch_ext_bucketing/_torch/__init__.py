@@ -1,14 +1,22 @@
-"""Touch private torch, one module per part of torch."""
+"""Touch private torch, one module per part of torch, and CPython where compiles need it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from ..errors import UnknownTorchError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Values of half a MiB: more than the frames of a compile take, and no page of it is touched.
+_SLOTS = 2**16
 
 
 @contextlib.contextmanager
@@ -36,3 +44,17 @@ def paused_gc() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def with_room_for_frames(function: Callable[P, R]) -> Callable[P, R]:
+    """Call ``function`` where the frames of all functions that it calls have room."""
+
+    # CPython maps memory for frames in chunks of 16 KiB, and unmaps a chunk with its first frame.
+    # So where a compile fills a chunk, each call below maps one anew: half of a choice's time. A
+    # frame that is too large for such a chunk gets a larger one, with as much room after it.
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=_SLOTS)
+    return call

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from . import paused_gc, private_torch
+from . import paused_gc, private_torch, with_room_for_frames
 from .aot import Partitioner, Wrap, size_with, symbol_facts
 from .caches import watched_caches
 from .without_device import Planned
@@ -166,6 +166,7 @@ def compile_inductor(
         patches["aten_distributed_optimizations.max_compute_pre_fetch"] = prefetch
 
     @functools.wraps(compile_fx_inner)
+    @with_room_for_frames
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         added, wrap = ([], lambda compiled: compiled) if extend is None else extend(graph)
         with paused_gc(), watched_caches(meshes):  # the backward graph's turn comes later

@@ -14,9 +14,13 @@ space with elementwise operators of ``n`` or of ``n * r`` elements, and on CUDA 
     y -> sum(y, rows)    y -> sum(y, columns)          [ one kernel: reads y once ]
 
 Readers of one buffer that are far away from each other share no kernel. Everything else, products
-among it, is a kernel of its own. The rules, with their numbers, are those of torch 2.15's
-``_inductor/ir.py`` (what is written) and ``scheduler.py``; a cycle through several joined
-kernels isn't looked for, and a long reduction is one kernel, where Inductor splits some in two.
+among it, is a kernel of its own, and products run in graph order (:mod:`.passes.pin`)::
+
+    h  mm1(h)  mm2  exp(mm2, h)      h and exp in one kernel would run after mm2, and before mm1
+
+The rules, with their numbers, are those of torch 2.15's ``_inductor/ir.py`` (what is written) and
+``scheduler.py``; a cycle through several joined kernels isn't looked for, and a long reduction is
+one kernel, where Inductor splits some in two.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import torch.fx as fx
 
 from .._torch.without_device import stands_for_cuda
 from .dependencies import Precedence
-from .nodes import is_collective, is_view, is_wait, launched_by, tensors_in
+from .nodes import is_collective, is_compute, is_view, is_wait, launched_by, tensors_in
 from .operators import REARRANGES, SCATTERS, SUMS, Operators, adds_to_larger, is_fused
 
 _aten = torch.ops.aten
@@ -96,7 +100,7 @@ class Fused:
     # By one node of each kernel, the buffers that the kernel reads. The node is the first one that
     # has all of them before it.
     reads: dict[fx.Node, dict[fx.Node, None]] = field(default_factory=dict)
-    # By node that a kernel writes, the node where the kernel runs, if that is earlier.
+    # By node that a kernel writes, the node where the kernel runs, if that is another one.
     runs_at: dict[fx.Node, fx.Node] = field(default_factory=dict)
     # By node that a kernel writes, buffers of the same size that it may write it into, as each
     # element is read for the same element alone.
@@ -109,8 +113,7 @@ class Fused:
 
             max  bmm  exp(x, max)  mm(exp)        max  exp(x, max)  bmm  mm(exp)
         """
-        # Inductor runs a kernel before the first node that needs one of its results, unless a
-        # pinned node waits for it (:mod:`.passes.pin`).
+        # Inductor runs a kernel before the first reader of its results, or before a pinned node.
         nodes, needs = dependencies.nodes, dependencies.needs
         row = {node: i for i, node in enumerate(nodes)}
         members: dict[int, list[int]] = {}
@@ -170,6 +173,7 @@ class _Walk:
         self._before: list[int] = []  # by kernel, a bit set of those it needs
         self._kernel: list[Kernel | None] = []
         self._operation = 0  # the next of Inductor's operations: each writes a buffer
+        self._products: list[int] = []  # kernels of products, attention and convolutions
         self._first: list[int] = []  # by kernel, its first operation
         self._touching: dict[fx.Node, list[int]] = {}
         # Values that are added to a copy of a constant -> the buffers that they are computed from.
@@ -245,8 +249,9 @@ class _Walk:
             together = sorted(members[number], key=place.__getitem__)
             first = next((n for n in together if place[n] > ready), together[-1])
             result.reads.setdefault(first, {}).update(dict.fromkeys(reads_of_kernel))
-            later = together[together.index(first) + 1 :]
-            result.runs_at.update(dict.fromkeys(later, first))
+            for n in together:
+                if n is not first and not self._is_read_before(n, place[first], number):
+                    result.runs_at[n] = first
         for node, values in self._added.items():
             # The copy of a constant waits for nothing, and Inductor may run it before the kernels
             # of the values that are added.
@@ -266,6 +271,18 @@ class _Walk:
             if aligned:
                 result.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
         return result
+
+    def _is_read_before(self, node: fx.Node, end: int, number: int) -> bool:
+        """Return whether a kernel other than ``number`` reads a value before the place ``end``."""
+        for user in node.users:
+            if self._inside.get(user, end) < end:
+                # A view, and a value that is computed in its readers, are read by theirs.
+                maker = None if self._operators[user].view else self._made_by.get(user)
+                if maker is None and self._is_read_before(user, end, number):
+                    return True
+                if maker not in (None, number):
+                    return True
+        return False
 
     def _size(self, node: fx.Node) -> int:
         return self._operators[node].size
@@ -427,6 +444,9 @@ class _Walk:
         # and unmerged graphs have about as many operations then.
         self._operation += not (is_collective(node) or is_wait(node))
         self._stands_after(number, needs)
+        if is_compute(node):  # products keep their order
+            self._stands_after(number, self._products[-1:])
+            self._products.append(number)
         if node.meta.get("val") is None:  # it writes to its inputs
             self._made_by.update(dict.fromkeys(roots, number))
 
@@ -503,9 +523,8 @@ class _Walk:
         if rows.columns or not columns.columns or (rows.length, rows.rows) != columns[:2]:
             return None
         numel = rows.rows * rows.length
-        if not columns.sums or numel < _LEAST_MIXED:
-            return None
-        if rows.rows < _LEAST_ROWS or rows.length > _LONGEST_ROW:
+        small = numel < _LEAST_MIXED or rows.rows < _LEAST_ROWS or rows.length > _LONGEST_ROW
+        if small or not columns.sums:
             return None
         whole = any(b in kernel.buffers and self._numel(b) == numel for b in reads)
         return rows._replace(mixed=True) if whole else None
@@ -550,8 +569,6 @@ class _Walk:
         self._made_by[node] = self._made_by[result] = joined
         if not alone:
             self._touching.setdefault(result, []).append(joined)
-        if into is not None and nbytes is None:
-            nbytes = self._size(node)
         if nbytes is None:  # written only if another kernel reads it, which later nodes show
             self._written.append((joined, node))
         kernel.shares[node] = kernel.shares.get(node, 0) + read + (nbytes or 0)

@@ -15,7 +15,7 @@ import torch.fx as fx
 from .._source import package_digest
 from .._torch import caches as _caches
 from .._torch import dynamo as _dynamo
-from .._torch import paused_gc
+from .._torch import paused_gc, with_room_for_frames
 from .._torch.aot import Wrap, compile_aot, copies_in_partitioner, stage_of
 from .._torch.inductor import (
     CustomGraphPass,
@@ -92,6 +92,7 @@ class BucketingBackend:
         """Whether a pass plans the order of the nodes, and so the peak of memory."""
         return any(ORDER in p.provides for p in self.pipeline.ahead)
 
+    @with_room_for_frames
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:

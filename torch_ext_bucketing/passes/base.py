@@ -18,7 +18,7 @@ import torch.fx as fx
 import torch.nn as nn
 
 from .._source import note_sources
-from .._torch import paused_gc
+from .._torch import paused_gc, with_room_for_frames
 from .._torch.aot import stage_of
 from .._torch.inductor import (
     CustomGraphPass,
@@ -319,6 +319,7 @@ class GraphPass(CustomGraphPass):
         return code_of_fields(self)
 
 
+@with_room_for_frames
 @paused_gc()
 def run_passes(
     passes: Sequence[GraphPass],

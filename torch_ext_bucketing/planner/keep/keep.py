@@ -107,7 +107,6 @@ class KeepPlanner:
         self._kinds = self._find_kinds()
         self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
         self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
-        self._peaks: dict[_Set, int] = {}  # of choices for one bound, with their orders' kernels
         self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._forward_ms = 0.0  # the shortest with nothing kept, once that is scheduled
@@ -122,7 +121,6 @@ class KeepPlanner:
         return self._choice(limit, self._most())
 
     def _choice(self, limit: int, most: int) -> Outcome:
-        self._peaks.clear()
         with paused_gc():
             best = self._with_parked(self._choose(limit, most), limit, most)
             if best.parked:
@@ -141,20 +139,14 @@ class KeepPlanner:
         # Finding these for each choice that is scheduled would take a third of the planning time.
         if one.parked or not self.partitioned.costs.machine.fuses:
             return one
-        if one.kept not in self._peaks:
-            orders = self._orders[one.kept, limit, one.parked]
-            self._peaks[one.kept] = self.partitioned.peak_in(one.kept, orders)
-        peak = self._peaks[one.kept]
+        orders = self._orders[one.kept, limit, one.parked]
+        peak = self.partitioned.peak_in(one.kept, orders)
         return replace(one, peak_bytes=peak, above=max(0, peak - limit))
 
-    def _useful_ms(self, outcomes: Iterable[Outcome], limit: int) -> float:
+    def _useful_ms(self, outcomes: Iterable[Outcome]) -> float:
         """Return the longest step of a choice that may be better than all ``outcomes``."""
-        for one in sorted(outcomes):
-            if one.above or one.misses:
-                break
-            if not self._confirmed(one, limit).above:
-                return one.step_ms
-        return math.inf
+        best = min(outcomes, default=None)
+        return math.inf if best is None or best.above or best.misses else best.step_ms
 
     def scheduled(
         self,
@@ -186,9 +178,12 @@ class KeepPlanner:
             forward, backward = self.partitioned.with_parked(kept, parked)
         elif at_most_ms < math.inf:
             # Forward writes what is kept, so it takes no less time than with nothing kept. Most
-            # choices are given up for backward alone.
-            backward, rest_ms = self.partitioned.half(1, kept), at_most_ms - self._forward_ms
-            second = self._schedule(1, backward, limit, rest_ms * ROUNDING)
+            # choices are given up for backward alone, and before its kernels are found.
+            rest_ms = (at_most_ms - self._forward_ms) * ROUNDING
+            if self.partitioned.busy_ms(kept) > rest_ms:
+                return Outcome(kept, math.inf, 0, 0, math.inf)
+            backward = self.partitioned.half(1, kept)
+            second = self._schedule(1, backward, limit, rest_ms)
             if second is None:
                 return Outcome(kept, math.inf, 0, 0, math.inf)
             forward = self.partitioned.half(0, kept)
@@ -287,7 +282,7 @@ class KeepPlanner:
             for one in itertools.islice((o for o in kept if o not in seen), max(0, most)):
                 # One that exceeds the bound in the graph's order shows what other orders save.
                 fits = self._fits(one, limit)
-                useful_ms = self._useful_ms(seen.values(), limit) if fits else math.inf
+                useful_ms = self._useful_ms(seen.values()) if fits else math.inf
                 seen[one] = self.scheduled(one, limit, at_most_ms=useful_ms)
 
         schedule([frozenset(), self._distinct(least)], most)
@@ -371,7 +366,7 @@ class KeepPlanner:
                     return best
                 left -= 1
                 kept, parked = key
-                useful_ms = self._useful_ms(seen.values(), limit)
+                useful_ms = self._useful_ms(seen.values())
                 seen[key] = unexplored[key] = self.scheduled(kept, limit, parked, useful_ms)
                 if seen[key] < best:
                     best = seen[key]
