@@ -4,6 +4,7 @@
     python -m benchmarks.ablation --keep 4,32               and what is kept, at these depths
     python -m benchmarks.ablation --layers 8 --only 'llama3_8b_*' --without 'caps between rungs'
     python -m benchmarks.ablation --bounds 0.7 0.9          under bounds that are out of reach
+    python -m benchmarks.ablation --chunks blocks.ep32 --layers 4    steps of benchmarks.chunks
 
 Each mechanism is patched away, and the same graphs are planned with it and without: graphs of
 :mod:`.graphs`, on the default machine, with plans for times that are off (kernels by a fifth too
@@ -25,10 +26,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 from unittest import mock
 
 from benchmarks.eager_parity.devices import nodes
+from torch_ext_bucketing.bucketing.plan import Bucket
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner import cap_search
 from torch_ext_bucketing.planner.cap_search import BySearch
@@ -37,11 +40,13 @@ from torch_ext_bucketing.planner.cost.machine import H100, Machine, job_machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.planner.schedule import list_schedule, orders, policy
 from torch_ext_bucketing.planner.schedule.merged_model import merged_model
-from torch_ext_bucketing.planner.schedule.model import model_of
+from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import step_ms
 from torch_ext_bucketing.reports.base import columns
+from torch_ext_bucketing.reports.planner import ScheduleReport
 
+from . import chunks
 from .command import add_names, document_of, parser_of_graphs, write_json, write_results
 from .graphs import Graph, chosen, load
 from .keep import Sharded
@@ -169,32 +174,51 @@ def machines() -> dict[str, tuple[Machine, Machine]]:
 _NETWORK = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def plan(graph: Graph, bound: float) -> Result:
-    """Choose caps and an order under each setting, and a bound relative to the graph's peak."""
+Planned: TypeAlias = tuple[Sequence[Bucket], ScheduleReport, list[int]]
+
+
+def plan(analysis: GraphAnalysis, planned: Callable[[Machine], Planned]) -> Result:
+    """Plan buckets and an order for the machine of each setting."""
     result = Result({}, {}, 0.0)
     for setting, (guess, true) in machines().items():
-        analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
-        reference = analysis.peak_bytes
-        policies, options = what_ours_plans(graph, reference, bound)
         clock = time.process_time()
-        search = BySearch(
-            tuple(policies),
-            cap_search.ByCap(**options),
-            machine=guess,
-            reference_bytes=reference,
-        )
-        found = search.search(analysis)
-        planned, scored = (
-            merged_model(model_of(analysis, costs), found.plan.buckets, costs)
-            for costs in (Costs(machine, analysis.hints) for machine in (guess, true))
-        )
-        assert planned is not None
-        assert scored is not None
-        report, order, _ = schedule_model(planned, policies, reference, like=found.sort)
+        buckets, report, order = planned(guess)
         result.seconds += time.process_time() - clock
-        result.steps[setting] = step_ms(scored, order)
+        result.steps[setting] = step_ms(merged(analysis, buckets, true), order)
         result.above[setting] = report.misses
     return result
+
+
+def merged(analysis: GraphAnalysis, buckets: Sequence[Bucket], machine: Machine) -> Model:
+    """Return the model of a graph with these buckets."""
+    costs = Costs(machine, analysis.hints)
+    model = model_of(analysis, costs)
+    found = merged_model(model, buckets, costs) if buckets else model
+    assert found is not None
+    return found
+
+
+def search(graph: Graph, bound: float, machine: Machine) -> Planned:
+    """Choose caps and an order under a bound relative to the graph's peak."""
+    analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
+    reference = analysis.peak_bytes
+    policies, options = what_ours_plans(graph, reference, bound)
+    by_cap = cap_search.ByCap(**options)
+    searched = BySearch(tuple(policies), by_cap, machine=machine, reference_bytes=reference).search(
+        analysis
+    )
+    model = merged(analysis, searched.plan.buckets, machine)
+    report, order, _ = schedule_model(model, policies, reference, like=searched.sort)
+    return searched.plan.buckets, report, order
+
+
+def order_chunks(analysis: GraphAnalysis, names: Sequence[str], machine: Machine) -> Planned:
+    """Order a step in chunks under the peak of torchtitan's order."""
+    model = merged(analysis, (), machine)
+    most = chunks.torchtitans_order(model, names).peak_bytes
+    policies = [policy.Overlap(), policy.PeakMemory(gib=most / chunks.GIB)]
+    report, order, _ = schedule_model(model, policies, most)
+    return (), report, order
 
 
 def keep(sharded: Sharded, bounds: Sequence[int], machine: Machine) -> Result:
@@ -261,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bounds", nargs="+", type=float, default=[1.02], metavar="RATIO")
     parser.add_argument("--keep", default="", metavar="LAYERS", help="depths, such as 4,32")
     parser.add_argument("--kept", nargs="+", default=KEPT, metavar="MODEL", help="for --keep")
+    about = "steps of benchmarks.chunks, instead of graphs"
+    parser.add_argument("--chunks", nargs="+", default=(), choices=chunks.CHUNKS, help=about)
     add_names(parser, "without", list(MECHANISMS), "mechanisms")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -277,11 +303,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(args.json, document)
 
     if any(not MECHANISMS[name].keeps for name in args.without):
-        for name in chosen(parser, args.only):
+        for name in () if args.chunks else chosen(parser, args.only):
             graph = load(name, args.layers, quiet=True)
+            analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
             for bound in args.bounds:
-                results = compare(args.without, False, lambda: plan(graph, bound))  # noqa: B023
+                planned = partial(search, graph, bound)
+                results = compare(args.without, False, lambda: plan(analysis, planned))  # noqa: B023
                 show(f"{name}, {bound:g} of its peak", results)
+        for name in args.chunks:
+            analysis, names, _ = chunks.traced_step(chunks.CHUNKS[name], args.layers)
+            planned = partial(order_chunks, analysis, names)
+            results = compare(args.without, False, lambda: plan(analysis, planned))  # noqa: B023
+            show(name, results)
     machine = job_machine()
     for layers in map(int, filter(None, args.keep.split(","))):
         for name in args.kept:

@@ -37,7 +37,7 @@ from benchmarks.eager_parity.rows import Row
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
-from torch_ext_bucketing.planner.schedule.model import model_of
+from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.planner.schedule.policy import Overlap, PeakMemory
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
@@ -99,26 +99,17 @@ CHUNKS: dict[str, Chunks] = {
 
 def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
     """Time both orders of a step on the cost model."""
-    torch._dynamo.reset()  # attention is compiled while it is traced, for sizes of its own
-    start_world(Layout(RANKS, expert=chunks.expert))
-    config = TitanConfig(layers=layers)
-    given, theirs = orders(config, chunks)
-    # What is left unknown is how many tokens ranks send each other.
-    tokens = config.batch * config.seq // 2 * config.experts_per_token // chunks.expert
-    analysis = GraphAnalysis(given.graph, tokens)
+    analysis, names, ordered = traced_step(chunks, layers)
     model = model_of(analysis, Costs(H100, analysis.hints))
-    index = {node.name: i for i, node in enumerate(model.dependencies.nodes)}
-    order = [index[node.name] for node in (theirs or given).graph.nodes if node.name in index]
-    assert model.dependencies.is_order(order)
-    torchtitans = Timeline.of(model, order)
+    torchtitans = torchtitans_order(model, names)
     most = PeakMemory(gib=torchtitans.peak_bytes / GIB)
     report, found, _ = schedule_model(model, [Overlap(), most], torchtitans.peak_bytes)
     ours = Timeline.of(model, found)
-    (output,) = given.graph.find_nodes(op="output")
-    loss = index[output.all_input_nodes[0].name]
+    (output,) = analysis.graph.find_nodes(op="output")
+    loss = model.dependencies.nodes.index(output.all_input_nodes[0])
     return {
         "nodes": len(model),
-        "ordered": theirs is not None,
+        "ordered": ordered,
         "given_ms": report.step_ms[0],
         "theirs_ms": torchtitans.step_ms,
         "ours_ms": ours.step_ms,
@@ -128,6 +119,26 @@ def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
         "chosen": report.chosen,
         "schedule_s": report.seconds,
     }
+
+
+def traced_step(chunks: Chunks, layers: int) -> tuple[GraphAnalysis, list[str], bool]:
+    """Return a step, torchtitan's order of its nodes by name, and whether its pass found that."""
+    torch._dynamo.reset()  # attention is compiled while it is traced, for sizes of its own
+    start_world(Layout(RANKS, expert=chunks.expert))
+    config = TitanConfig(layers=layers)
+    given, theirs = orders(config, chunks)
+    # What is left unknown is how many tokens ranks send each other.
+    tokens = config.batch * config.seq // 2 * config.experts_per_token // chunks.expert
+    names = [node.name for node in (theirs or given).graph.nodes]
+    return GraphAnalysis(given.graph, tokens), names, theirs is not None
+
+
+def torchtitans_order(model: Model, names: Sequence[str]) -> Timeline:
+    """Time nodes in an order given by their names."""
+    index = {node.name: i for i, node in enumerate(model.dependencies.nodes)}
+    order = [index[name] for name in names if name in index]
+    assert model.dependencies.is_order(order)
+    return Timeline.of(model, order)
 
 
 def orders(config: TitanConfig, chunks: Chunks) -> tuple[fx.GraphModule, fx.GraphModule | None]:

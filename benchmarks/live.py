@@ -30,6 +30,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -172,34 +173,45 @@ def joint_of(name: str, layers: int, device: str) -> Joint:
     return Joint(sharded.joint, mode, sharded.outputs, UNITS, sharded.size_hints)
 
 
-class _Traced(BaseException):
-    """Ends a compile with data of its joint graph; not an Exception, which explain would report."""
+class _Caught(BaseException):
+    """Ends a compile with data of a graph; not an Exception, which explain would report."""
+
+
+def caught(step: type[GraphPass], stage: str, compiles: Callable[[], Any]) -> dict[str, Any]:
+    """Return data of the graph of ``stage`` that the pass ``step`` gets; other graphs pass it."""
+
+    def catch(self: GraphPass, graph: fx.Graph, compilation: Compilation) -> None:
+        if stage_of(graph) == stage:
+            raise _Caught(to_data(fx.GraphModule(graph.owning_module, graph)))
+
+    with mock.patch.object(step, "run", catch), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compiles()
+        except _Caught as graph:
+            return graph.args[0]
+    raise AssertionError(f"{step.__name__} got no {stage} graph")
+
+
+def loaded(data: dict[str, Any], mode: FakeTensorMode, device: str) -> fx.GraphModule:
+    """Load a graph that was caught onto ``device``."""
+    return from_data(data, mode, torch.device(device, None if device == "cpu" else 0))
 
 
 def _joint_of_transformers(name: str, layers: int, device: str, mode: FakeTensorMode) -> Joint:
-    def catch(self: teb.ReshardAfterForward, graph: fx.Graph, compilation: Compilation) -> None:
-        fqns = (f for n in graph.nodes if (tag := tag_of(n)) is not None for f in tag.fqns)
-        (output,) = graph.find_nodes(op="output")
-        first = sum(isinstance(d, PlainAOTOutput) for d in output.meta["desc"])
-        gm = fx.GraphModule(graph.owning_module, graph)
-        raise _Traced(to_data(gm), first, Units.guessed(fqns))
-
     config = {"model_type": name, "num_hidden_layers": layers} | TRANSFORMERS[name]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(teb.ReshardAfterForward, "run", catch),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
         (file := Path(folder, "config.json")).write_text(json.dumps(config), encoding="utf-8")
+        bound = {"goal": "speed", "memory_gib": 1000}
+        explained = partial(explain, f"hf:{file}", **bound, mesh={"fsdp": 64}, sequence=4096)
         end_world()
-        try:
-            explain(f"hf:{file}", goal="speed", memory_gib=1000, mesh={"fsdp": 64}, sequence=4096)
-        except _Traced as traced:
-            data, outputs, units = traced.args
+        data = caught(teb.ReshardAfterForward, "joint", explained)
     start_world(Layout(fsdp=64))
-    on = torch.device(device) if device == "cpu" else torch.device(device, 0)
-    return Joint(from_data(data, mode, on).graph, mode, outputs, units)
+    graph = loaded(data, mode, device).graph
+    (output,) = graph.find_nodes(op="output")
+    outputs = sum(isinstance(d, PlainAOTOutput) for d in output.meta["desc"])
+    tags = filter(None, map(tag_of, graph.nodes))
+    return Joint(graph, mode, outputs, Units.guessed(f for tag in tags for f in tag.fqns))
 
 
 def of_choices(name: str, layers: int, device: str) -> list[dict[str, Any]]:
@@ -232,16 +244,6 @@ def of_choices(name: str, layers: int, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-class _Catch(teb.GraphPass):
-    """Ends a compile with data of its backward graph."""
-
-    stage = "forward_backward"
-
-    def run(self, graph: fx.Graph, compilation: Compilation) -> None:
-        if stage_of(graph) == "backward":
-            raise _Traced(to_data(fx.GraphModule(graph.owning_module, graph)))
-
-
 def of_steps(layers: int, device: str) -> list[dict[str, Any]]:
     """Return the rows of a planned step's backward."""
     end_world()
@@ -250,27 +252,20 @@ def of_steps(layers: int, device: str) -> list[dict[str, Any]]:
     config = LlamaConfig(layers=layers, seq=STEP_TOKENS)
     torch._dynamo.reset()
     plans = mock.patch.object(backends.BucketingBackend, "only_plans", True)
-    with plans, fake_tensors("H100"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with plans, fake_tensors("H100"):
         model = teb.data_parallel(Llama(config), mesh)
         units = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), ""]
-        merging = teb.BucketByUnit, teb.BucketByCap, teb.BucketAndSchedule, teb.Schedule
-        given = teb.recipe(model, units=units)
-        passes = [*(p for p in given if not isinstance(p, merging)), _Catch()]
+        passes = teb.recipe(model, units=units)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         step = teb.train_step(model, optimizer, loss_of, max_norm=1.0, passes=passes)
-        try:
-            step(torch.zeros(1, config.seq, dtype=torch.int64))
-        except _Traced as traced:
-            (data,) = traced.args
+        tokens = torch.zeros(1, config.seq, dtype=torch.int64)
+        data = caught(teb.BucketByUnit, "backward", partial(step, tokens))
     rows = []
     for way, made in WAYS.items():
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        on = torch.device(device) if device == "cpu" else torch.device(device, 0)
-        gm = from_data(data, mode, on)
         backend = backends.backend("inductor", made())
         compilation = backend.pipeline.compilation(fuses=True)
-        row = compiled(gm, mode, True, backend, compilation)
+        row = compiled(loaded(data, mode, device), mode, True, backend, compilation)
         rows.append({"graph": f"llama3_8b_fsdp{STEP_RANKS}.backward, AdamW", "way": way, **row})
     return rows
 

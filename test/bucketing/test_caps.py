@@ -248,6 +248,21 @@ def test_a_bucket_passes_over_four_times_its_cap_or_320_mib(cap, between, joined
     assert found == joined
 
 
+@pytest.mark.parametrize("needs", [False, True])
+def test_the_largest_members_first_fill_a_tenth_of_the_cap_more(needs):
+    """Five matrices of 5, 15, 45, 50 and 55 percent; two may need the first one's result."""
+    b, cap = Builder(), 100 * WORLD
+    values = [b.leaf(n, torch.int8) for n in (5, 15, 45, 50, 55)]
+    gathered = [b.collective("all_gather", values[0], "0")]
+    for i, n in ((3, 50), (4, 55)) if needs else ():
+        both = values[i], gathered[0]
+        values[i] = b.call(torch.ops.aten.add.Tensor, both, n, torch.int8)
+    gathered += [b.collective("all_gather", x, "0") for x in values[1:]]
+    plan = planned(b.finish(gathered), cap / MIB)
+    found = [[values.index(m.args[0]) for m in bucket.members] for bucket in plan.buckets]
+    assert found == ([[0, 1, 2]] if needs else [[0, 1, 4], [2, 3]])
+
+
 def test_norms_between_large_matrices_share_buckets():
     """Blocks are a norm, two matrices of 40 and one of 300 percent of the cap, and a norm."""
     b, cap = Builder(), 100 * WORLD

@@ -254,8 +254,7 @@ class Contraction:
         return self._index[start]
 
     def open(self, start: fx.Node) -> None:
-        """Close the open bucket, if any, and open one with ``start``."""
-        self.close()
+        """Open a bucket with ``start``; an open one is forgotten."""
         index = self._index[start]
         members, up = self._own(index)
         self._open = _Contracted(members, *self._closure(up, 0))

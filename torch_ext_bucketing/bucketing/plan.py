@@ -22,6 +22,13 @@ don't count, as they stand alone::
                                                     [mlp]                [q]
 
 So small members are gathered a little earlier, or reduced a little later, than their neighbours.
+If the largest of these members first fill a tenth of the cap more, the bucket has them instead::
+
+    members, of the cap     q 5%   kv 15%   o 45%   gate 50%   up 55%
+    in wait order           [q     kv       o]      [gate]     [up]
+    largest first           [q     kv                          up]
+                                            [o      gate]
+
 Any other cause ends a bucket.
 
 torch's greedy bucketing buckets neighbours first, and merges whole buckets where
@@ -30,10 +37,11 @@ torch's greedy bucketing buckets neighbours first, and merges whole buckets wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.fx as fx
 
@@ -119,6 +127,12 @@ _MOST_PASSED_OVER = 320 * _MIB
 of 2 GiB and no such limit, a backward of LLaMA-3 70B took 935 ms instead of 886."""
 
 
+_FULLER = 0.1
+"""How much more of its cap a bucket is filled by the largest members first, else in wait order.
+Below that a backward of DeepSeek-V3 had as many gathers, and the largest buckets missed its bound
+on memory."""
+
+
 @dataclass(frozen=True)
 class ByCap:
     """Fill buckets in wait order up to a byte cap.
@@ -163,6 +177,16 @@ class ByCap:
         cap_mb = next(filter(callable, caps), None)
         with reading_only(analysis.graph, cap_mb=cap_mb, eligible=self.eligible):
             return CapPlanner(analysis, self).plan(self.cap_mb, self.max_compute_run)
+
+
+class _Filled(NamedTuple):
+    """A bucket that was filled: its members, their bytes, and how it ended."""
+
+    members: list[Collective]
+    nbytes: int
+    tried: int  # candidates, joined or not
+    closed_by: ClosedBy
+    detail: str
 
 
 class CapPlanner:
@@ -215,26 +239,41 @@ class CapPlanner:
         self._reached = 0  # compute nodes up to the previous bucket's last member
         while remaining:
             cap, first = cap_of(index), remaining[0]
-            self._contracted.open(first.start)
             most_over = min(_PASSED_OVER * cap, _MOST_PASSED_OVER)
-            members, filled, passed, over = [first], first.wire_bytes, list[Collective](), 0
-            closed_by: ClosedBy = "end"
-            detail = ""
-            for place, c in enumerate(remaining[1:], 1):
-                refused, why = self._refused_by(c, filled, cap)
-                if refused is None:
-                    members.append(c)
-                    filled += c.wire_bytes
-                    continue
-                if closed_by == "end":
-                    closed_by, detail = refused, why
-                over += c.wire_bytes if c.wire_bytes <= cap else 0
-                if refused != "bytes" or over > most_over or filled >= cap:
-                    passed += remaining[place:]
-                    break
-                passed.append(c)
-            self._end(members, filled, cap, closed_by, detail)
-            index, remaining = index + 1, passed
+            filled = self._first_fit(remaining, cap, most_over)
+            if filled.closed_by == "bytes":
+                tried = remaining[1 : filled.tried]
+                largest = [first, *sorted(tried, key=lambda c: c.wire_bytes, reverse=True)]
+                if _first_fit_bytes(largest, cap) - filled.nbytes >= _FULLER * cap:
+                    fuller = self._first_fit(largest, cap, math.inf)
+                    # Dependencies may keep a large member out.
+                    worse = fuller.nbytes <= filled.nbytes
+                    filled = self._first_fit(remaining, cap, most_over) if worse else fuller
+            self._end(filled, cap)
+            index, joined = index + 1, {c.start for c in filled.members}
+            remaining = [c for c in remaining if c.start not in joined]
+
+    def _first_fit(self, candidates: list[Collective], cap: int, most_over: float) -> _Filled:
+        """Open a bucket with the first candidate, and add members in this order."""
+        first = candidates[0]
+        self._contracted.open(first.start)
+        members, nbytes, over = [first], first.wire_bytes, 0
+        closed_by: ClosedBy = "end"
+        detail = ""
+        for place, c in enumerate(candidates[1:], 1):
+            refused, why = self._refused_by(c, nbytes, cap)
+            if refused is None:
+                members.append(c)
+                nbytes += c.wire_bytes
+                continue
+            if closed_by == "end":
+                closed_by, detail = refused, why
+            over += c.wire_bytes if c.wire_bytes <= cap else 0
+            if refused != "bytes":
+                return _Filled(members, nbytes, place, closed_by, detail)
+            if over > most_over or nbytes >= cap:
+                return _Filled(members, nbytes, place + 1, closed_by, detail)
+        return _Filled(members, nbytes, len(candidates), closed_by, detail)
 
     def _refused_by(self, c: Collective, filled: int, cap: int) -> tuple[ClosedBy | None, str]:
         """Try to add ``c`` to the open bucket; return why not and a text, or ``(None, "")``."""
@@ -250,22 +289,21 @@ class CapPlanner:
             return None, ""
         return "dependency", self._contracted.why(c.start)
 
-    def _end(
-        self, members: list[Collective], filled: int, cap: int, closed_by: ClosedBy, detail: str
-    ) -> None:
+    def _end(self, filled: _Filled, cap: int) -> None:
         """Close the open bucket, with the reason."""
         self._contracted.close()
+        members, nbytes, _, closed_by, detail = filled
         if self._max_run is not None:
             self._reached = max(self.analysis.compute_before[c.start] for c in members)
         first = members[0]
         if len(members) > 1:
             ordered = tuple(sorted((c.start for c in members), key=self._position))
-            self._buckets.append(Bucket(first.kind, None, ordered, closed_by, detail, filled, cap))
+            self._buckets.append(Bucket(first.kind, None, ordered, closed_by, detail, nbytes, cap))
             return
         if closed_by == "end":
             detail = "no other collective of its bucket key follows"
         unmerged = Unmerged(
-            first.fqns, detail, first.start.name, first.kind, first.group, filled, closed_by
+            first.fqns, detail, first.start.name, first.kind, first.group, nbytes, closed_by
         )
         self._unmerged.append((self._position(first.start), unmerged))
 
@@ -289,6 +327,14 @@ class CapPlanner:
             return int(min(value * _MIB, 2**63))  # a huge float has no place in a report
 
         return cap_bytes
+
+
+def _first_fit_bytes(candidates: Iterable[Collective], cap: int) -> int:
+    """Count the bytes of members that fit into one bucket in this order, without dependencies."""
+    nbytes = 0
+    for c in candidates:
+        nbytes += c.wire_bytes if nbytes + c.wire_bytes <= cap else 0
+    return nbytes
 
 
 def _candidates(
