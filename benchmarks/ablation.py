@@ -209,7 +209,7 @@ def search(graph: Graph, bound: float, machine: Machine) -> Planned:
     )
     model = merged(analysis, searched.plan.buckets, machine)
     report, order, _ = schedule_model(model, policies, reference, like=searched.sort)
-    return searched.plan.buckets, report, order
+    return searched.plan.buckets, report, list(order)
 
 
 def order_chunks(analysis: GraphAnalysis, names: Sequence[str], machine: Machine) -> Planned:
@@ -218,7 +218,7 @@ def order_chunks(analysis: GraphAnalysis, names: Sequence[str], machine: Machine
     most = chunks.torchtitans_order(model, names).peak_bytes
     policies = [policy.Overlap(), policy.PeakMemory(gib=most / chunks.GIB)]
     report, order, _ = schedule_model(model, policies, most)
-    return (), report, order
+    return (), report, list(order)
 
 
 def keep(sharded: Sharded, bounds: Sequence[int], machine: Machine) -> Result:

@@ -202,8 +202,8 @@ def _joint_of_transformers(name: str, layers: int, device: str, mode: FakeTensor
     config = {"model_type": name, "num_hidden_layers": layers} | TRANSFORMERS[name]
     with tempfile.TemporaryDirectory() as folder:
         (file := Path(folder, "config.json")).write_text(json.dumps(config), encoding="utf-8")
-        bound = {"goal": "speed", "memory_gib": 1000}
-        explained = partial(explain, f"hf:{file}", **bound, mesh={"fsdp": 64}, sequence=4096)
+        explained = partial(explain, f"hf:{file}", goal="speed", sequence=4096)
+        explained = partial(explained, mesh={"fsdp": 64}, memory_gib=1000)
         end_world()
         data = caught(teb.ReshardAfterForward, "joint", explained)
     start_world(Layout(fsdp=64))
