@@ -244,18 +244,24 @@ _RECOMPUTE_REGION = 100_000
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def without_repeats(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a joint graph without nodes that repeat others; names and meta stay.
+def merge_repeats(graph: fx.Graph) -> None:
+    """Erase nodes of a joint graph that repeat others, as Inductor's partitioner does first.
 
-    Inductor's partitioner does the same first. So backward's cast of a product may be forward's::
+    ::
 
-        mm -> cast -> exp -> ...   cast_1 -> sigmoid      mm -> cast -> exp -> ...   sigmoid(cast)
+        mm -> cast -> exp     cast_1 -> sigmoid        mm -> cast -> exp     sigmoid(cast)
     """
+    # A choice counts what is saved: here forward's cast, for backward's.
     with private_torch():
-        from torch._functorch import config
         from torch._functorch.compile_utils import fx_graph_cse
 
-    return fx_graph_cse(graph) if config.cse else graph
+    nodes = {node.name: node for node in graph.nodes}
+    merged = {node.name: node for node in fx_graph_cse(graph).nodes}
+    for name, node in merged.items():
+        read = fx.map_arg((node.args, node.kwargs), lambda n: nodes[n.name])
+        nodes[name].args, nodes[name].kwargs = read
+    for name in reversed([n for n in nodes if n not in merged]):
+        graph.erase_node(nodes[name])
 
 
 def mark_recompute(node: fx.Node) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -166,6 +166,8 @@ class ReshardAfterForward(GraphPass):
             stays = any(self._kept.unit_of(f) is not None for f in tag.fqns)
             return self.reshard_after_forward is not False and not stays
 
+        if self.auto and compilation.fuses:
+            _aot.merge_repeats(graph)
         chains = parameter_chains(graph)
         marks = self._choose(graph, chains, compilation) if self.auto else _Marks()
         if self.auto or self._to is None:
@@ -193,9 +195,6 @@ class ReshardAfterForward(GraphPass):
         if _aot.stage_of(graph) == "inference" or not backward:
             return _Marks()
         smaller = None if self._smaller is None else what_fits(chains, self._smaller)
-        own = {node.name: node for node in graph.nodes}
-        if compilation.fuses:  # the partitioner will compute equal nodes once
-            graph = _aot.without_repeats(graph)
         merging = last_of(compilation.ahead, BucketByUnit, BucketByCap, BucketAndSchedule)
         by_rank = last_of(compilation.ahead, FixedOrderReduce) is not None
         assert self.memory is not None
@@ -224,7 +223,7 @@ class ReshardAfterForward(GraphPass):
             compilation.report.warnings.append(text)
             compilation.choice = Choice("keeps nothing, as an estimate failed")
             return _Marks()
-        marks = _marks_of(planner.partitioned, outcome.kept, outcome.parked).on(own)
+        marks = _marks_of(planner.partitioned, outcome.kept, outcome.parked)
         names = digest(*report.kept)[:12] if report.kept else "nothing"
         parked = f", parks {digest(*(n.name for n in marks.parked))[:12]}" if marks.parked else ""
         compilation.choice = Choice(
@@ -260,15 +259,6 @@ class _Marks:
     saved: Collection[fx.Node] = ()
     parts: frozenset[str] = frozenset()
     parked: Collection[fx.Node] = ()
-
-    def on(self, nodes: Mapping[str, fx.Node]) -> _Marks:
-        """Return the marks for a graph with nodes of the same names."""
-
-        def found(marked: Iterable[fx.Node]) -> list[fx.Node]:
-            return [nodes[n.name] for n in marked]
-
-        gathered, again, saved = map(found, (self.gathered, self.again, self.saved))
-        return _Marks(gathered, again, saved, self.parts, found(self.parked))
 
     def is_part(self, tag: Tag) -> bool:
         """Check whether the smaller group gathers the parameters of ``tag`` again."""
