@@ -337,6 +337,3 @@ def test_products_keep_their_order(between):
     assert [[n.name for n in k.shares] for k in analysis.fused.kernels] == (
         [["cos"], ["mul"]] if between else [["cos", "mul"]]
     )
-    # One kernel, where it has all that it reads: it writes the cosine there.
-    runs_at = {n.name: first.name for n, first in analysis.fused.runs_at.items()}
-    assert runs_at == ({} if between else {"cos": "mul"})

@@ -100,7 +100,7 @@ class Fused:
     # By one node of each kernel, the buffers that the kernel reads. The node is the first one that
     # has all of them before it.
     reads: dict[fx.Node, dict[fx.Node, None]] = field(default_factory=dict)
-    # By node that a kernel writes, the node where the kernel runs, if that is another one.
+    # By node that a kernel writes, the node where the kernel runs, if that is earlier.
     runs_at: dict[fx.Node, fx.Node] = field(default_factory=dict)
     # By node that a kernel writes, buffers of the same size that it may write it into, as each
     # element is read for the same element alone.
@@ -249,9 +249,8 @@ class _Walk:
             together = sorted(members[number], key=place.__getitem__)
             first = next((n for n in together if place[n] > ready), together[-1])
             result.reads.setdefault(first, {}).update(dict.fromkeys(reads_of_kernel))
-            for n in together:
-                if n is not first and not self._is_read_before(n, place[first], number):
-                    result.runs_at[n] = first
+            later = together[together.index(first) + 1 :]
+            result.runs_at.update(dict.fromkeys(later, first))
         for node, values in self._added.items():
             # The copy of a constant waits for nothing, and Inductor may run it before the kernels
             # of the values that are added.
@@ -271,18 +270,6 @@ class _Walk:
             if aligned:
                 result.reused[node] = sorted(aligned, key=lambda b: place.get(b, -1))
         return result
-
-    def _is_read_before(self, node: fx.Node, end: int, number: int) -> bool:
-        """Return whether a kernel other than ``number`` reads a value before the place ``end``."""
-        for user in node.users:
-            if self._inside.get(user, end) < end:
-                # A view, and a value that is computed in its readers, are read by theirs.
-                maker = None if self._operators[user].view else self._made_by.get(user)
-                if maker is None and self._is_read_before(user, end, number):
-                    return True
-                if maker not in (None, number):
-                    return True
-        return False
 
     def _size(self, node: fx.Node) -> int:
         return self._operators[node].size
