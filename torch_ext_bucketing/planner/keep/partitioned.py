@@ -372,7 +372,7 @@ class PartitionedModel:
         is kept reads as much as before.
         """
         model, busy = self.in_place(kept), defaultdict[Any, float](float)
-        for i in itertools.compress(range(len(model)), self.stay(kept).places):
+        for i in self.places_without(kept):
             busy[model.group[i]] += model.ms[i]
         return max(busy.values(), default=0.0)
 
