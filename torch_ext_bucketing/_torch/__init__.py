@@ -50,8 +50,8 @@ def with_room_for_frames(function: Callable[P, R]) -> Callable[P, R]:
     """Call ``function`` where the frames of all functions that it calls have room."""
 
     # CPython maps memory for frames in chunks of 16 KiB, and unmaps a chunk with its first frame.
-    # So where a compile fills a chunk, each call below maps one anew: up to a third of a choice's
-    # time. A frame that is too large for such a chunk gets a larger one, with as much room after it.
+    # So where a compile fills a chunk, each call below maps one anew: up to a third of the
+    # time of a choice. A frame that is too large for a chunk gets a larger one, with room after it.
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **kwargs)
 
