@@ -236,7 +236,7 @@ def with_packed(
                 touches[pack] = tuple(dict.fromkeys((*touches[pack], *touches[row[value]])))
             wait = next(iter(piece.start.users))
             copied = live.allocates[row[wait]] if piece.copied and wait in row else ()
-            if wait not in written_over and _is_read_by_fused(wait):
+            if wait not in written_over and is_read_by_fused(wait):
                 for s in (s for s in copied if s not in live.kept):
                     size[s], instead[s] = 0, buffer
     if instead:
@@ -246,10 +246,10 @@ def with_packed(
     return replace(live, size=size, touches=touches)
 
 
-def _is_read_by_fused(node: fx.Node) -> bool:
+def is_read_by_fused(node: fx.Node) -> bool:
     """Return whether only fused kernels read a value; views are looked through."""
     return bool(node.users) and all(
-        _is_read_by_fused(u) if is_view(u) else is_fused(u) for u in node.users
+        is_read_by_fused(u) if is_view(u) else is_fused(u) for u in node.users
     )
 
 

@@ -35,6 +35,7 @@ from ...fsdp.tagging import parameter_chains
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.fusion import Fused, fused
+from ...graph.kernel_order import kernel_order
 from ...graph.liveness import Storages, with_fused, with_packed, workspace_bytes
 from ...graph.nodes import is_collective, is_number, is_wait, tag_of
 from ...passes.park import could_park
@@ -317,10 +318,7 @@ class PartitionedModel:
         peaks = []
         for number, order in enumerate(orders):
             half, places = self._half_of(number, kept), self._places_of(number, kept)
-            ordered, kept_here = self._split.in_order(places, half, order), half.liveness.kept
-            live = self._split.fused(half, kept_here, ordered).liveness
-            kernels, _ = self._split.kernels(kept_here, tuple(ordered))
-            peaks.append(live.peak(kernels.together(half.dependencies, order)))
+            peaks.append(self._split.peak(half, places, order))
         return max(peaks)
 
     def _places_of(self, number: int, kept: Collection[int]) -> list[int]:
@@ -508,6 +506,14 @@ class _Split:
         live = with_fused(model.liveness, model.dependencies, of_node, kernels)
         live = with_packed(live, model.dependencies, model.members, of_node, kernels)
         return replace(model, ms=ms, liveness=live)
+
+    def peak(self, model: Model, places: Sequence[int], order: Sequence[int]) -> int:
+        """Return a half's peak in ``order``, with the fused kernels of that order."""
+        kept, ordered = model.liveness.kept, self.in_order(places, model, order)
+        kernels, _ = self.kernels(kept, tuple(ordered))
+        live = self.fused(model, kept, ordered).liveness
+        of_node = self._live.of_node
+        return live.peak(kernel_order(live, model.dependencies, of_node, kernels, order))
 
     def kernels(
         self, kept: Collection[int], places: tuple[int, ...]
