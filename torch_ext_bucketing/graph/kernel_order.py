@@ -139,7 +139,7 @@ class _Order:
     def _needed(
         self, places: Iterable[int], placed: Container[int] = (), *, after: float = -1
     ) -> set[int]:
-        """Return places with all that they need, but for placed ones and those up to ``after``."""
+        """Return places with all that they need, without placed ones and positions to ``after``."""
         needed, stack = set[int](), list(places)
         while stack:
             i = stack.pop()
