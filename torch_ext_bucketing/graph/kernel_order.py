@@ -22,7 +22,7 @@ import torch.fx as fx
 from .dependencies import Precedence
 from .fusion import Fused
 from .liveness import Storages, is_read_by_fused
-from .nodes import is_view, launched_by
+from .nodes import is_plain_view, is_view
 from .operators import is_fused
 
 
@@ -97,7 +97,7 @@ class _Order:
                 times[i] = max(time, min(after, default=math.inf))
             else:
                 inside = node in kernels.within and node not in kernels.written
-                times[i] = math.inf if inside or _is_plain_view(node) else time
+                times[i] = math.inf if inside or is_plain_view(node) else time
         return times
 
     def early(self) -> dict[int, float]:
@@ -150,14 +150,10 @@ class _Order:
 
     def _move(self, places: Iterable[int]) -> bool:
         """Return whether all nodes are parts of kernels, or run none."""
-        return all(is_fused(n) or _is_plain_view(n) for n in (self._nodes[i] for i in places))
+        return all(is_fused(n) or is_plain_view(n) for n in (self._nodes[i] for i in places))
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    while _is_plain_view(node) and node.all_input_nodes:
+    while is_plain_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
-
-
-def _is_plain_view(node: fx.Node) -> bool:
-    return is_view(node) and launched_by(node) is None

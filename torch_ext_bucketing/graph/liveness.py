@@ -33,6 +33,7 @@ from .nodes import (
     is_compute,
     is_number,
     is_on_host,
+    is_plain_view,
     is_view,
     launched_by,
     tensors_in,
@@ -157,7 +158,7 @@ def with_fused(
             if node in kernels.within or node in kernels.written:
                 results = (s for s in of_node.get(node, ()) if s in present)
                 used = tuple(dict.fromkeys((*new, *results, *sorted(others.intersection(used)))))
-            elif is_view(node) and launched_by(node) is None:
+            elif is_plain_view(node):
                 used = new  # its kernel's readers keep the input live, not the view
             reads = kernels.reads.get(node, ())
             more = [s for b in reads for s in of_node.get(b, ()) if s in present]
