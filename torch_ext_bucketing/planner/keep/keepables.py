@@ -126,8 +126,8 @@ class Activations:
 
     Attributes:
         groups: nodes by stretch and sort, in graph order.
-        derived: nodes that are never saved, since kernels read the value that they are made from:
-            views, and with ``fuses`` casts to larger dtypes of values that are saved with them.
+        derived: nodes that are never saved: views; constants that only one stretch reads; and with
+            ``fuses`` casts to larger dtypes of values that are saved with them, which kernels read.
         saved: nodes that stretches hand on, and nodes that must not run twice.
         unknown: operators among the latter whose tags do not show their effects, with their calls.
     """
@@ -252,9 +252,12 @@ class Activations:
             self.unknown[str(node.target)] += 1
         handed_on = node in self._outputs or (stretch in self._long and self._later(node))
         once = node.meta.get("unbacked_bindings") or not may_run_twice(node)
+        # A group that is kept doesn't keep the constants in it: each is a buffer then, and a kernel
+        # that reads many buffers writes its values.
+        constant = not node.all_input_nodes
         if handed_on or once or whole in self.saved:
             self.saved[node] = None
-        elif is_view(node) and not is_wait(node) and whole is node:
+        elif constant or (is_view(node) and not is_wait(node) and whole is node):
             self.derived[node] = None
         else:  # a ``getitem`` is in the group of the node with several results
             sort = _sort_of(whole)
