@@ -25,7 +25,7 @@ _c10d = torch.ops._c10d_functional
 BLOCKS = Units.of([(f"layers.{number}",) for number in range(300)])
 
 
-class _Joint(Builder):
+class JointBuilder(Builder):
     """A joint graph under construction; ``tag`` is the phase that tracing would mark nodes with."""
 
     def __init__(self, ranks: int) -> None:
@@ -66,7 +66,7 @@ def random_joint(
 ) -> tuple[fx.Graph, Machine]:
     """Make a chain of layers of random widths, and a machine for it."""
     rng = random.Random(seed)
-    j = _Joint(ranks)
+    j = JointBuilder(ranks)
     rows = 64 * rng.randint(1, 8)
     drawn = period or units
     widths = [64 * rng.randint(1, 8) for _ in range(drawn + (not period))]

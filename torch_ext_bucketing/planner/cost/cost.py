@@ -138,10 +138,13 @@ class Costs:
         kernel_ms = host_ms.get("kernel", 0.0)
         return host_ms.get("generated", kernel_ms) if self.machine.fuses else kernel_ms
 
+    def traffic(self, nbytes: int) -> float:
+        """Time the bytes that a memory-bound kernel reads and writes, in milliseconds."""
+        return nbytes / self.machine.bandwidth * 1e3 * self._factor("kernel")
+
     def kernel(self, nbytes: int) -> float:
         """Time a memory-bound kernel that reads and writes ``nbytes`` together, in milliseconds."""
-        ms = max(nbytes / self.machine.bandwidth * 1e3, self.machine.kernel_ms)
-        return ms * self._factor("kernel")
+        return max(self.traffic(nbytes), self.machine.kernel_ms * self._factor("kernel"))
 
     def copy(self, nbytes: int) -> float:
         """Time a copy of ``nbytes`` into or out of a bucket, in milliseconds."""

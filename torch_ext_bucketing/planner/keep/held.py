@@ -23,6 +23,7 @@ class HeldUnits:
         again_ms: milliseconds that backward spends to make each unit again: its gathers on their
             streams, its activations in kernels. Of a part, the time that its gathers take above
             those in the smaller group.
+        write_ms: milliseconds that forward's kernels take to write each unit only if it is kept.
         held_ms: how long each unit is held, from forward to backward, in kernels' time.
     """
 
@@ -36,6 +37,11 @@ class HeldUnits:
                 gathers = bool(partitioned.keepables[k].starts)
                 if not gathers or backward.group[i] is not None:
                     self.again_ms[k] += backward.ms[i]
+        sizes, unwritten = partitioned.sizes, partitioned.unwritten
+        self.write_ms = [
+            partitioned.costs.traffic(sum(sizes[s] for s in unit.held if s in unwritten))
+            for unit in partitioned.keepables
+        ]
         self._touched_by: dict[int, list[int]] = {}
         for i, used in enumerate(backward.liveness.touches):
             for s in used:

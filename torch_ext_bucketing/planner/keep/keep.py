@@ -17,15 +17,15 @@ bytes and times. So the search is as long for 126 layers as for 8. It has three 
 - Fill a little less of the bound, and a little more, from the best of these rankings.
 - Change the number of one kind, by all, half or one, and make room or fill it for that.
 
-Backward's time in the order found for nothing kept ranks the choices, and whole schedules confirm
-the first ones. A choice is given up once its step must be longer than the best one. Ties and ranks
-don't depend on clocks or hash order, so all ranks choose alike.
+Backward's time in the order found for nothing kept, with forward's to write what is kept, ranks the
+choices, and whole schedules confirm the first ones. A choice is given up once its step must be
+longer than the best one. Ties and ranks don't depend on clocks or hash order, so all ranks choose
+alike.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -107,7 +107,6 @@ class KeepPlanner:
         self._kinds = self._find_kinds()
         self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
         self._outcomes: dict[tuple[_Set, int, _Set], Outcome] = {}
-        self._orders: dict[tuple[_Set, int, _Set], tuple[Sequence[int], Sequence[int]]] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._forward_ms = 0.0  # the shortest with nothing kept, once that is scheduled
         self._order: Sequence[int] = ()  # of backward with nothing kept
@@ -122,26 +121,7 @@ class KeepPlanner:
 
     def _choice(self, limit: int, most: int) -> Outcome:
         with paused_gc():
-            best = self._with_parked(self._choose(limit, most), limit, most)
-            if best.parked:
-                return best
-            tried = (o for (_, bound, _), o in self._outcomes.items() if bound == limit)
-            others = sorted(one for one in tried if not one.parked and best < one)
-            confirmed: list[Outcome] = []
-            for one in (best, *(() if best.above else others[: _FEW // 2])):
-                confirmed.append(self._confirmed(one, limit))
-                if not confirmed[-1].above:
-                    return confirmed[-1]
-            return min(confirmed)
-
-    def _confirmed(self, one: Outcome, limit: int) -> Outcome:
-        """Return an outcome with the peak that it has with the kernels of its orders."""
-        # Finding these for each choice that is scheduled would take a third of the planning time.
-        if one.parked or not self.partitioned.costs.machine.fuses:
-            return one
-        orders = self._orders[one.kept, limit, one.parked]
-        peak = self.partitioned.peak_in(one.kept, orders)
-        return replace(one, peak_bytes=peak, above=max(0, peak - limit))
+            return self._with_parked(self._choose(limit, most), limit, most)
 
     def _useful_ms(self, outcomes: Iterable[Outcome]) -> float:
         """Return the longest step of a choice that may be better than all ``outcomes``."""
@@ -163,6 +143,9 @@ class KeepPlanner:
         parkable = self.partitioned.could_park(kept) if parked else ()
         key = kept, limit, frozenset(s for s in parked if s in parkable)
         if key not in self._outcomes:
+            # Most choices are given up here, before their kernels are found.
+            if not parked and at_most_ms < math.inf and self._least_ms(kept) > at_most_ms:
+                return Outcome(kept, math.inf, 0, 0, math.inf)
             outcome = self._scheduled(*key, at_most_ms)
             if math.isinf(outcome.step_ms):
                 return outcome
@@ -177,11 +160,8 @@ class KeepPlanner:
         if parked:
             forward, backward = self.partitioned.with_parked(kept, parked)
         elif at_most_ms < math.inf:
-            # Forward writes what is kept, so it takes no less time than with nothing kept. Most
-            # choices are given up for backward alone, and before its kernels are found.
+            # Many choices are given up for backward alone.
             rest_ms = (at_most_ms - self._forward_ms) * ROUNDING
-            if self.partitioned.busy_ms(kept) > rest_ms:
-                return Outcome(kept, math.inf, 0, 0, math.inf)
             backward = self.partitioned.half(1, kept)
             second = self._schedule(1, backward, limit, rest_ms)
             if second is None:
@@ -200,9 +180,14 @@ class KeepPlanner:
         peak = max(first[1], second[1])
         misses = first[2] + second[2]
         nbytes = sum(pinned_bytes(forward.liveness.size[s]) for s in parked)
-        self._orders[kept, limit, parked] = first[3], second[3]
         above = max(0, peak - limit)
         return Outcome(kept, first[0] + second[0], peak, above, misses, parked, nbytes)
+
+    def _least_ms(self, kept: _Set) -> float:
+        """Return the least milliseconds of a step with a choice, in any order."""
+        # Forward has the work of nothing kept, and writes what is kept.
+        forward_ms = self._forward_ms + self._write_ms(kept)
+        return (forward_ms + self.partitioned.least_ms(kept)) / ROUNDING
 
     def _known_forward(
         self, model: Model, limit: int
@@ -277,15 +262,19 @@ class KeepPlanner:
     def _choose(self, limit: int, most: int) -> Outcome:
         least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
         seen = dict[_Set, Outcome]()
+        most += self.tried  # those given up at once don't count
 
-        def schedule(kept: Iterable[_Set], most: int) -> None:
-            for one in itertools.islice((o for o in kept if o not in seen), max(0, most)):
-                # One that exceeds the bound in the graph's order shows what other orders save.
-                fits = self._fits(one, limit)
-                useful_ms = self._useful_ms(seen.values()) if fits else math.inf
-                seen[one] = self.scheduled(one, limit, at_most_ms=useful_ms)
+        def schedule(kept: Iterable[_Set], spared: int = 0) -> None:
+            for one in kept:
+                if self.tried >= most - spared:
+                    break
+                if one not in seen:
+                    # One that exceeds the bound in the graph's order shows what other orders save.
+                    fits = self._fits(one, limit)
+                    useful_ms = self._useful_ms(seen.values()) if fits else math.inf
+                    seen[one] = self.scheduled(one, limit, at_most_ms=useful_ms)
 
-        schedule([frozenset(), self._distinct(least)], most)
+        schedule([frozenset(), self._distinct(least)])
         by_choice = dict[_Set, tuple[tuple[float, int], Sequence[int]]]()
         for first in self._gathers:
             for kept, estimate, ranked in self._fills(limit, first, least):
@@ -293,7 +282,7 @@ class KeepPlanner:
         fills = sorted(by_choice, key=lambda kept: by_choice[kept][0])
         activations = frozenset(self._others)
         # The best one without its gathers leaves the rest for prefetching.
-        schedule([*fills, *(one & activations for one in fills[:1])], most - len(seen) - 4)
+        schedule([*fills, *(one & activations for one in fills[:1])], 4)
         # Fill less of the bound, for more gathers at a time or because the fastest order missed it;
         # and fill more, since another order may need less memory than the graph's.
         fast = min(seen.values(), key=lambda one: rank(0.0, one.step_ms, one.above))
@@ -302,12 +291,12 @@ class KeepPlanner:
         rooms = (limit - less, limit - 2 * less, *(() if fast.above else (limit + less,)))
         others = [self._fitting(limit, ranked, least, len(ranked))]
         others += [self._fitting(room, ranked, least) for room in rooms]
-        schedule(map(self._distinct, others), most - len(seen))
+        schedule(map(self._distinct, others))
         missed = [one for one in seen.values() if one.kept and one.above]
         if missed:  # shrink the fastest by what it misses, in the order of the graph
             over = min(missed, key=lambda one: one.step_ms)
             room = self._held.peak_bytes(over.kept) - over.above
-            schedule([self._distinct(self._fitting(room, ranked, least))], most - len(seen))
+            schedule([self._distinct(self._fitting(room, ranked, least))])
         # An order may need less memory than the graph's. If choices missed the bound, it may need
         # as much less as those that kept the bound show.
         held = [self._held.peak_bytes(one.kept) for one in seen.values() if not one.above]
@@ -319,7 +308,7 @@ class KeepPlanner:
             neighbours = self._near(here.kept, most_bytes, [*everything])
             return ((kept, frozenset()) for kept in neighbours)
 
-        return self._descend(seen.values(), limit, most - len(seen), near)
+        return self._descend(seen.values(), limit, most - self.tried, near)
 
     def _fills(
         self, limit: int, gathers: Sequence[int], least: _Set
@@ -345,7 +334,7 @@ class KeepPlanner:
 
     def _estimate(self, kept: _Set) -> tuple[float, int]:
         """Rank a choice without a schedule: backward in the order found for nothing kept."""
-        return round(self._backward_ms(kept), 9), -len(kept)
+        return round(self._backward_ms(kept) + self._write_ms(kept), 9), -len(kept)
 
     def _descend(
         self,
@@ -436,7 +425,8 @@ class KeepPlanner:
 
     def _density(self, k: int) -> tuple[float, int]:
         """Return the time to recompute activations per byte; later ones are preferred."""
-        return round(self._held.again_ms[k] / self._keepables[k].nbytes, 15), k
+        gain_ms = self._held.again_ms[k] - self._held.write_ms[k]
+        return round(gain_ms / self._keepables[k].nbytes, 15), k
 
     def _fits(self, kept: _Set, room: int) -> bool:
         """Return whether a choice fits in graph order."""
@@ -580,6 +570,10 @@ class KeepPlanner:
                 outcome = min(outcome, replace(last, above=above))
             points.append((bound, outcome))
         return tuple(points)
+
+    def _write_ms(self, kept: _Set) -> float:
+        """Return how much longer forward's kernels write with a choice, in milliseconds."""
+        return math.fsum(self._held.write_ms[k] for k in kept)
 
     def _backward_ms(self, kept: _Set) -> float:
         """Return backward's time with a choice, in the order found for nothing kept."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +35,7 @@ from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.fusion import Fused, fused
 from ...graph.liveness import Storages, with_fused, with_packed, workspace_bytes
-from ...graph.nodes import is_collective, is_number, is_wait, tag_of
+from ...graph.nodes import is_collective, is_number, is_view, is_wait, tag_of
 from ...passes.park import could_park
 from ...passes.reshard_to import Smaller
 from ...reports.planner import BlockBytes
@@ -81,6 +80,7 @@ class PartitionedModel:
         activations: groups of activations, and nodes saved beside these; None: not keepable.
         sizes: bytes of each storage, also of those that no kernel writes with nothing kept.
         forward: model of forward, nothing kept; so is ``backward``.
+        unwritten: storages that no kernel of :attr:`forward` writes.
     """
 
     @paused_gc()
@@ -111,13 +111,13 @@ class PartitionedModel:
         self.activations: Activations | None = None
         if activations:
             names = {n: one.name for one in keepables for n in one.starts}
-            chosen = Activations(graph, names.get, again)
+            chosen = Activations(graph, names.get, again, bool(costs.machine.fuses))
             keepables += [
                 Keepable(f"{stretch.name} {sort}", (), tuple(nodes))
                 for (stretch, sort), nodes in chosen.groups.items()
             ]
             again.update(n for nodes in chosen.groups.values() for n in nodes)
-            again.update(chosen.views)
+            again.update(chosen.derived)
             self.activations = chosen
         self._split = split = _Split(graph, joint, again, costs)
         both = split.forward_model(), split.backward_model()
@@ -163,10 +163,13 @@ class PartitionedModel:
             self.keepables += more
         self._halves = self.forward, self.backward
         self.sizes = self.forward.liveness.size
+        self.unwritten = set[int]()
         if costs.machine.fuses:
             kept = [half.liveness.kept for half in self._halves]
             places = split.forward, split.backward
             self.forward, self.backward = map(split.fused, self._halves, kept, places)
+            within = split.kernels(kept[0], tuple(split.forward))[0].within
+            self.unwritten.update(s for n in within for s in joint.liveness.of_node[n])
         self.seconds = time.perf_counter() - clock
 
     def _held(self) -> list[tuple[int, ...]]:
@@ -175,11 +178,11 @@ class PartitionedModel:
         made_by: dict[int, int] = {}
         read: dict[int, dict[int, None]] = {}
         alone = self.keepable_of_place(self.backward)
-        views = () if self.activations is None else self.activations.views
+        derived = () if self.activations is None else self.activations.derived
         for i, (node, owners) in enumerate(
             zip(self.backward.dependencies.nodes, alone, strict=True)
         ):
-            if node in views:  # its readers touch the storage, too
+            if is_view(node) and node in derived:  # its readers touch the storage, too
                 continue
             if owners is not None:
                 made_by.update(dict.fromkeys(live.allocates[i], owners))
@@ -308,21 +311,6 @@ class PartitionedModel:
         # A kernel ends where its half does, so a kept value is written in forward.
         return self._split.fused(model, model.liveness.kept, self._places_of(number, kept))
 
-    def peak_in(self, kept: Collection[int], orders: Sequence[Sequence[int]]) -> int:
-        """Return the larger peak of both halves in these orders, with the kernels of each order.
-
-        An order moves kernels of other libraries, and what may fuse depends on their places. The
-        models of a choice have the kernels of the graph's order.
-        """
-        peaks = []
-        for number, order in enumerate(orders):
-            half, places = self._half_of(number, kept), self._places_of(number, kept)
-            ordered, kept_here = self._split.in_order(places, half, order), half.liveness.kept
-            live = self._split.fused(half, kept_here, ordered).liveness
-            kernels, _ = self._split.kernels(kept_here, tuple(ordered))
-            peaks.append(live.peak(kernels.together(half.dependencies, order)))
-        return max(peaks)
-
     def _places_of(self, number: int, kept: Collection[int]) -> list[int]:
         """Return the places of a half's nodes in the joint graph, without merged buckets."""
         if not number:
@@ -335,7 +323,9 @@ class PartitionedModel:
         if not kept:
             return self._halves[number]
         stay = self.stay(kept)
-        return self._without(kept, stay) if number else self._forward_with(stay)
+        if not number:
+            return self._forward_with(stay)
+        return self._without(self._halves[1], stay)
 
     def _forward_with(self, stay: Stay) -> Model:
         """Return forward with the storages that a choice saves."""
@@ -365,16 +355,13 @@ class PartitionedModel:
         """Return the places in :attr:`backward` that remain with a choice."""
         return list(itertools.compress(range(len(self.backward)), self.stay(kept).places))
 
-    def busy_ms(self, kept: Collection[int]) -> float:
-        """Return how long backward's busiest stream runs with a choice, in milliseconds.
+    def least_ms(self, kept: Collection[int]) -> float:
+        """Return the least milliseconds of backward with a choice, in any order.
 
-        The nodes that remain take no less time than with nothing kept: a kernel without a part that
-        is kept reads as much as before.
+        The nodes that remain are taken to be as long as with nothing kept: a kernel without a part
+        that is kept reads as much as before, but for some hundredths of a percent.
         """
-        model, busy = self.in_place(kept), defaultdict[Any, float](float)
-        for i in self.places_without(kept):
-            busy[model.group[i]] += model.ms[i]
-        return max(busy.values(), default=0.0)
+        return self._without(self.backward, self.stay(kept)).paths.bound_ms
 
     def _late(self, stay: Stay) -> list[int]:
         """Return the remaining places, with recomputed nodes moved to before their first use."""
@@ -395,11 +382,10 @@ class PartitionedModel:
             order += sorted(chain)
         return order
 
-    def _without(self, kept: Collection[int], stay: Stay) -> Model:
-        """Return backward without the nodes that recompute ``kept``."""
-        old = self._halves[1]
-        size, places, changes = old.liveness.size, self._late(stay), stay.changes()
-        edit = _edit_of(old, places)
+    def _without(self, backward: Model, stay: Stay) -> Model:
+        """Return a model of backward without the nodes that recompute a choice."""
+        size, places, changes = backward.liveness.size, self._late(stay), stay.changes()
+        edit = _edit_of(backward, places)
         for i in places:
             edit.keep(i, **changes.get(i, {}))
         edit.at_start += sum(size[s] for s in stay.held) - sum(size[s] for s in stay.dropped)
@@ -486,18 +472,6 @@ class _Split:
 
     def _storages(self, nodes: Iterable[fx.Node]) -> dict[int, None]:
         return {s: None for n in nodes for s in self._live.of_node[n]}
-
-    def in_order(self, places: Sequence[int], model: Model, order: Sequence[int]) -> list[int]:
-        """Sort the places of a half as ``order`` has the nodes of its model."""
-        position_of: dict[fx.Node, int] = {}
-        for position, i in enumerate(order):
-            position_of.setdefault(model.dependencies.nodes[i], position)
-        for place in places:
-            node = self.nodes[place]
-            if node not in position_of:  # merged into a bucket: it follows its inputs
-                inputs = (position_of.get(n, -1) for n in node.all_input_nodes)
-                position_of[node] = max(inputs, default=-1)
-        return sorted(places, key=lambda place: position_of[self.nodes[place]])
 
     def fused(self, model: Model, kept: Collection[int], places: Iterable[int]) -> Model:
         """Return a half, its buckets merged, with the fused kernels of ``places``."""
