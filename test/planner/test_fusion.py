@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.fusion import fused
+from torch_ext_bucketing.graph.kernel_order import kernel_order
 from torch_ext_bucketing.graph.operators import Operators
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import Machine
@@ -307,19 +308,51 @@ def test_estimates_come_before_fused_times(g):
     assert Costs(machine).times([first, last])[0][0] == 5.0
 
 
+def kernel_names(step, *inputs):
+    """Return the names of a step's nodes in the order of :func:`.kernel_order`."""
+    analysis = GraphAnalysis(make_fx(step, tracing_mode="fake")(*inputs).graph, fuses=True)
+    live, dependencies, kernels = analysis.liveness, analysis.dependencies, analysis.fused
+    nodes = range(len(dependencies.nodes))
+    order = kernel_order(live, dependencies, live.of_node, kernels, nodes)
+    assert dependencies.is_order(order)
+    return [dependencies.nodes[i].name for i in order]
+
+
 def test_nodes_of_a_kernel_stand_where_it_runs():
     def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         largest = x.amax(1, keepdim=True)
         product = x @ y
         return product, (x - largest).exp() @ y
 
-    graph = make_fx(step, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 8)).graph
-    analysis = GraphAnalysis(graph, fuses=True)
-    dependencies, kernels = analysis.dependencies, analysis.fused
-    order = kernels.together(dependencies, range(len(dependencies.nodes)))
-    assert dependencies.is_order(order)
-    names = [dependencies.nodes[i].name for i in order]
+    names = kernel_names(step, torch.randn(8, 8), torch.randn(8, 8))
     assert names == ["amax", "sub", "exp", "mm", "mm_1"]
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_a_kernel_that_frees_nothing_runs_before_the_first_node_that_needs_it(frees):
+    """Inductor writes a value where it must, and the pass pins kernels that free others."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        source = x @ x if frees else x
+        early = (source.exp() + 1).t()
+        return y @ y, early @ y
+
+    names = kernel_names(step, torch.randn(8, 8), torch.randn(8, 8))
+    kernel, last = ["exp", "add"], ["t", "mm_2" if frees else "mm_1"]
+    assert names == (["mm", *kernel, "mm_1", *last] if frees else ["mm", *kernel, *last])
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+def test_kernels_that_alone_read_a_value_run_right_after_it_if_the_peak_is_lower(lowers):
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = x @ x
+        product = y @ y
+        dtype = torch.float16 if lowers else torch.float64
+        halves = (half.t().clone().to(dtype) for half in gathered.split(16, 1))
+        return product.sum(), *halves
+
+    names = kernel_names(step, torch.randn(32, 32), torch.randn(64, 64))
+    assert (names.index("clone_1") < names.index("mm_1")) == lowers
 
 
 @pytest.mark.parametrize("between", [False, True])

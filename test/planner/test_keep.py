@@ -276,6 +276,24 @@ def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
     )
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("fuses", [False, True])
+def test_kernels_read_a_saved_value_instead_of_its_cast_to_a_larger_dtype(fake_world, fuses):
+    costs, found = Costs(replace(NO_HOST, fuses=fuses)), []
+    units = Units([("blocks.0",), ("blocks.1",), ("",)])
+
+    def look(graph):
+        partitioned = PartitionedModel(graph, costs, units, UNMERGED, activations=True)
+        groups = (u.chains for u in partitioned.keepables if not u.starts)
+        saved = {*partitioned.activations.saved, *(n for chain in groups for n in chain)}
+        casts = (n for n in saved if n.target is torch.ops.aten._to_copy.default)
+        wider = (n for n in casts if n.meta["val"].dtype == torch.float32)
+        found.extend(n for n in wider if n.all_input_nodes[0] in saved)
+
+    with_joint(look, halves)
+    assert bool(found) != fuses
+
+
 def test_schedules_count_what_only_forward_reads(fake_world):
     """A shard whose gathered copy was saved is in memory although backward does not read it."""
     kept, found = ("layers.1", "head"), {}

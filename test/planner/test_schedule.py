@@ -636,7 +636,7 @@ def off_by(true: Costs, seed: int) -> Machine:
 @pytest.mark.parametrize("level", [Level(6e6, 2.0), Level(3e6, 4.0)], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_times_that_are_off_beat_the_true_ones(level, seed):
-    """Plans made with wrong times win by at most 1%, and by what counts as equal."""
+    """Plans made with wrong times win by at most 1%, and by what a chosen plan may lose."""
     analysis = GraphAnalysis(uneven_training(seed).graph)
     true, reference = Costs(on_network(level)), analysis.peak_bytes
 
@@ -649,7 +649,7 @@ def test_no_times_that_are_off_beat_the_true_ones(level, seed):
         return Timeline.of(of[1], schedule_model(of[0], TIGHT, reference).order).step_ms
 
     off = min(step_ms(off_by(true, draw)) for draw in range(20))
-    assert off >= 0.99 * step_ms(true.machine) / cap_search._EQUAL
+    assert off >= 0.99 * step_ms(true.machine) / cap_search._NEAR
 
 
 def test_a_report_in_words():
@@ -926,32 +926,31 @@ def test_a_step_that_the_host_bounds_and_one_in_a_cuda_graph():
     assert "host" not in captured.to_text()
 
 
-# --- of nearly equal plans -----------------------------------------------------------------------
+# --- on machines that are as plausible -----------------------------------------------------------
 
 
-def by_bytes(ms: float) -> Machine:
-    """Return a machine where a gathered parameter takes ``ms``, merged or not, and a product 1."""
+def by_bytes(ms: float, latency_ms: float = 0.0) -> Machine:
+    """Return a machine where a product takes 1, a gather its latency and ``ms`` a parameter."""
     nbytes = 4 * DIM * DIM * 3 // 2
-    return replace(
-        machine(), collectives={("all_gather", 2): ((nbytes, ms), (64 * nbytes, 64 * ms))}
-    )
+    series = [(n, latency_ms + n / nbytes * ms) for n in (1, nbytes, 64 * nbytes)]
+    return replace(machine(), collectives={("all_gather", 2): series})
 
 
-@pytest.mark.parametrize("ms", [0.01, 0.3])
-def test_of_equal_steps_the_one_with_the_fewest_collectives(ms):
-    # Only the first bucket's gather is exposed.
+@pytest.mark.parametrize(
+    ("ms", "latency_ms", "sizes"),
+    [(0.003, 0.0, [8]), (0.01, 0.0, []), (0.01, 0.85, [8])],
+    ids=["fewest of equal losses", "best", "best with slow collectives"],
+)
+def test_the_plan_that_loses_least_on_plausible_machines(ms, latency_ms, sizes):
+    # The first bucket is exposed. Single gathers of 0.86 are hidden by products of 1, and would not
+    # be if they took 1.7 times as long.
     gm = forward_graph(8)
-    plan, report = choose_caps(gm.graph, Overlap(), caps_mb=RUNGS, machine=by_bytes(ms))
-    steps = [t.step_ms for t in report.tried]
-    sizes = [len(bucket.members) for bucket in plan.buckets]
-    assert report.chosen.step_ms <= cap_search._EQUAL * min(steps)
-    if ms == 0.01:
-        assert report.chosen.step_ms > min(steps)
-        assert sizes == [8]
-    else:
-        assert report.chosen.step_ms == min(steps)
-        assert not sizes
-        assert {u.closed_by for u in plan.unmerged} <= {"search", "end"}
+    plan, report = choose_caps(gm.graph, Overlap(), caps_mb=RUNGS, machine=by_bytes(ms, latency_ms))
+    assert [len(bucket.members) for bucket in plan.buckets] == sizes
+    best_ms, chosen_ms = (8.0 + latency_ms + n * ms for n in (1, max([1, *sizes])))
+    assert report.chosen.step_ms == pytest.approx(chosen_ms, rel=1e-5)
+    assert min(t.step_ms for t in report.tried) == pytest.approx(best_ms, rel=1e-5)
+    assert {u.closed_by for u in plan.unmerged} <= {"search", "end"}
 
 
 def test_a_search_that_merges_nothing_warns_of_nothing(recwarn):

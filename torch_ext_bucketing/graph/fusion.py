@@ -33,9 +33,8 @@ import torch
 import torch.fx as fx
 
 from .._torch.without_device import stands_for_cuda
-from .dependencies import Precedence
-from .nodes import is_collective, is_compute, is_view, is_wait, launched_by, tensors_in
-from .operators import REARRANGES, SCATTERS, SUMS, Operators, adds_to_larger, is_fused
+from .nodes import is_collective, is_compute, is_wait, tensors_in
+from .operators import REARRANGES, SCATTERS, SUMS, Operators, adds_to_larger
 
 _aten = torch.ops.aten
 _LONGEST_PERSISTENT = 1024
@@ -102,37 +101,11 @@ class Fused:
     reads: dict[fx.Node, dict[fx.Node, None]] = field(default_factory=dict)
     # By node that a kernel writes, the node where the kernel runs, if that is earlier.
     runs_at: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # Nodes that are written only where a later node needs them in memory.
+    late: set[fx.Node] = field(default_factory=set)
     # By node that a kernel writes, buffers of the same size that it may write it into, as each
     # element is read for the same element alone.
     reused: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-
-    def together(self, dependencies: Precedence, order: Iterable[int]) -> list[int]:
-        """Return ``order`` with the nodes of each kernel where the kernel runs.
-
-        ::
-
-            max  bmm  exp(x, max)  mm(exp)        max  exp(x, max)  bmm  mm(exp)
-        """
-        # Inductor runs a kernel before the first reader of its results, or before a pinned node.
-        nodes, needs = dependencies.nodes, dependencies.needs
-        row = {node: i for i, node in enumerate(nodes)}
-        members: dict[int, list[int]] = {}
-        for node, first in self.runs_at.items():
-            if node in row and first in row:
-                members.setdefault(row[first], []).append(row[node])
-        placed = dict[int, None]()
-        for i in order:
-            placed[i] = None
-            for member in members.get(i, ()):
-                late, stack = dict[int, None](), [member]
-                while stack:
-                    j = stack.pop()
-                    if j not in placed and j not in late:
-                        late[j] = None
-                        stack += needs[j]
-                if all(_moves(nodes[j]) for j in late):
-                    placed |= dict.fromkeys(sorted(late))
-        return list(placed)
 
 
 def fused(
@@ -183,9 +156,12 @@ class _Walk:
         tensors = (t for n in nodes for t in tensors_in(n.meta.get("val")))
         device = next((t.device.type for t in tensors), "cuda")
         self._cpu = device == "cpu" and not stands_for_cuda()
-        for node in nodes:
-            if node not in absent:
-                self._visit(node)
+        self._late = set[fx.Node]()
+        self._visited: fx.Node | None = None
+        for self._visited in nodes:
+            if self._visited not in absent:
+                self._visit(self._visited)
+        self._visited = None
         for node in [n for n in self._inline if self._is_read_outside(n)]:
             self._write(node)
         # Whether a buffer exists is known only now: a result that just its own kernel reads stays
@@ -234,6 +210,7 @@ class _Walk:
         result.written = {node for _, node, _ in self._joined}
         result.within = {n for n in self._inline if n not in result.written}
         result.within.update(n for _, n in self._written if n not in self._read_elsewhere)
+        result.late = self._late
         place = self._inside
         members: dict[int, dict[fx.Node, None]] = {}
         inputs: dict[int, dict[fx.Node, int]] = {}  # with the number of members that read each
@@ -414,6 +391,8 @@ class _Walk:
 
     def _write(self, node: fx.Node) -> None:
         reads = self._inline.pop(node)
+        if node is not self._visited:
+            self._late.add(node)
         self._join(node, reads, Space(self._numel(node)))
 
     def _call(self, node: fx.Node) -> None:
@@ -559,11 +538,6 @@ class _Walk:
         if nbytes is None:  # written only if another kernel reads it, which later nodes show
             self._written.append((joined, node))
         kernel.shares[node] = kernel.shares.get(node, 0) + read + (nbytes or 0)
-
-
-def _moves(node: fx.Node) -> bool:
-    """Return whether a node is part of a kernel, or runs none."""
-    return is_fused(node) or (is_view(node) and launched_by(node) is None)
 
 
 def _reduces_rows(node: fx.Node) -> bool:

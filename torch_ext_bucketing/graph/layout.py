@@ -16,12 +16,11 @@ import torch
 import torch.fx as fx
 
 from .nodes import Kind, group_size, is_view, kind_of
-from .operators import read_once
+from .operators import CASTS, read_once
 from .values import is_move
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
-_prims = torch.ops.prims
 
 BytesOf: TypeAlias = Callable[[fx.Node], int]
 """Count the bytes of a node's result."""
@@ -145,7 +144,7 @@ def merged_cast(start: fx.Node) -> fx.Node | None:
     if (
         start.target is not _c10d.all_gather_into_tensor.default
         or not isinstance(cast, fx.Node)
-        or cast.target not in (_prims.convert_element_type.default, _aten._to_copy.default)
+        or cast.target not in CASTS
         or len(cast.users) != 1
     ):
         return None

@@ -33,6 +33,7 @@ from .nodes import (
     is_compute,
     is_number,
     is_on_host,
+    is_plain_view,
     is_view,
     launched_by,
     tensors_in,
@@ -157,7 +158,7 @@ def with_fused(
             if node in kernels.within or node in kernels.written:
                 results = (s for s in of_node.get(node, ()) if s in present)
                 used = tuple(dict.fromkeys((*new, *results, *sorted(others.intersection(used)))))
-            elif is_view(node) and launched_by(node) is None:
+            elif is_plain_view(node):
                 used = new  # its kernel's readers keep the input live, not the view
             reads = kernels.reads.get(node, ())
             more = [s for b in reads for s in of_node.get(b, ()) if s in present]
@@ -236,7 +237,7 @@ def with_packed(
                 touches[pack] = tuple(dict.fromkeys((*touches[pack], *touches[row[value]])))
             wait = next(iter(piece.start.users))
             copied = live.allocates[row[wait]] if piece.copied and wait in row else ()
-            if wait not in written_over and _is_read_by_fused(wait):
+            if wait not in written_over and is_read_by_fused(wait):
                 for s in (s for s in copied if s not in live.kept):
                     size[s], instead[s] = 0, buffer
     if instead:
@@ -246,10 +247,10 @@ def with_packed(
     return replace(live, size=size, touches=touches)
 
 
-def _is_read_by_fused(node: fx.Node) -> bool:
+def is_read_by_fused(node: fx.Node) -> bool:
     """Return whether only fused kernels read a value; views are looked through."""
     return bool(node.users) and all(
-        _is_read_by_fused(u) if is_view(u) else is_fused(u) for u in node.users
+        is_read_by_fused(u) if is_view(u) else is_fused(u) for u in node.users
     )
 
 

@@ -446,6 +446,11 @@ def is_host_wait(node: fx.Node) -> bool:
     return _copy_name(node) == "wait_tensor"
 
 
+def is_plain_view(node: fx.Node) -> bool:
+    """Return whether a node launches no kernel and is not a wait."""
+    return is_view(node) and launched_by(node) is None
+
+
 def launched_by(wait: fx.Node) -> fx.Node | None:
     """Return the collective or the copy that ``wait`` waits for; None for other nodes."""
     start = wait.args[0] if is_host_wait(wait) else started_by(wait)

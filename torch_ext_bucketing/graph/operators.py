@@ -28,15 +28,19 @@ REARRANGES = frozenset(
     }
 )
 """Operators that read other elements than those at the place that they write."""
-_MORE_POINTWISE = REARRANGES | {
-    _aten._to_copy.default,
-    _aten.clone.default,
-    _aten.copy_.default,
-    _aten.full.default,
-    _aten.scalar_tensor.default,
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.prims.iota.default,
-}
+CASTS = frozenset({_aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+"""Operators that cast to another dtype."""
+_MORE_POINTWISE = (
+    REARRANGES
+    | CASTS
+    | {
+        _aten.clone.default,
+        _aten.copy_.default,
+        _aten.full.default,
+        _aten.scalar_tensor.default,
+        torch.ops.prims.iota.default,
+    }
+)
 """Operators without torch's tag ``pointwise`` that Inductor fuses like those with it."""
 SCATTERS = {
     _aten._unsafe_masked_index_put_accumulate.default: 3,

@@ -59,6 +59,7 @@ from ..graph.nodes import (
     tag_of,
     wire_bytes,
 )
+from ..graph.operators import CASTS
 from ..graph.values import (
     Cut,
     StructuralIds,
@@ -357,7 +358,7 @@ def _before_cast(cuts: Sequence[Cut]) -> torch.dtype:
     (node,) = cuts[-1].reductions[-1].all_input_nodes[:1]
     while _prepares(node):
         node = node.all_input_nodes[0]
-    if node.target in (_aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+    if node.target in CASTS:
         node = node.all_input_nodes[0]
     return node.meta["val"].dtype
 

@@ -36,7 +36,7 @@ import torch.fx as fx
 
 from .._torch.inductor import keep_dense, run_after
 from ..graph.analysis import GraphAnalysis
-from ..graph.fusion import Fused
+from ..graph.kernel_order import last_readers
 from ..graph.layout import pack_of
 from ..graph.liveness import donated_by_autograd
 from ..graph.nodes import (
@@ -95,31 +95,17 @@ class _LastReads:
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         donated = donated_by_autograd(graph)
         freed = {n for n in graph.nodes if n.op == "call_function" or donated(n)}
-        last = self._last_readers(graph, kernels)
+        last = last_readers(kernels, ((n, n.all_input_nodes) for n in graph.nodes))
         together: dict[fx.Node, list[fx.Node]] = {}
         for node, first in kernels.runs_at.items():
             together.setdefault(first, [first]).append(node)
         # A heap, by the place of the last reader of a buffer that the kernel reads.
         self._waiting: list[tuple[int, int, list[fx.Node]]] = []
         for first, buffers in kernels.reads.items():
-            places = [last[b] for b in buffers if b in freed]
+            places = [self._place[last[b]] for b in buffers if b in freed]
             if places:
                 nodes = together.get(first, [first])
                 heapq.heappush(self._waiting, (min(places), self._place[first], nodes))
-
-    def _last_readers(self, graph: fx.Graph, kernels: Fused) -> dict[fx.Node, int]:
-        """Map each value to the place of its last reader."""
-        last, viewed = dict[fx.Node, int](), dict[fx.Node, fx.Node]()
-        for i, node in enumerate(graph.nodes):
-            values = [viewed.get(n, n) for n in node.all_input_nodes]
-            if is_view(node) and node.op == "call_function" and values:
-                viewed[node] = values[0]
-            elif not is_fused(node):
-                last.update(dict.fromkeys(values, i))
-        for first, buffers in kernels.reads.items():
-            for buffer in buffers:
-                last[buffer] = max(last.get(buffer, 0), self._place[first])
-        return last
 
     def before(self, node: fx.Node) -> list[fx.Node]:
         """Return nodes of kernels that free a value before ``node``, each once; not its inputs."""

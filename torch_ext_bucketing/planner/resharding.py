@@ -295,7 +295,7 @@ def _marks_of(
     activations = partitioned.activations
     if activations is None:
         return _Marks(gathered, parts=parts)
-    again, saved = dict(activations.views), dict(activations.saved)
+    again, saved = dict(activations.derived), dict(activations.saved)
     for k, unit in enumerate(partitioned.keepables):
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))

@@ -27,6 +27,7 @@ from ..bucketing.plan import BucketPlanner, ByCap, Eligible, Groups, check_group
 from ..errors import BoundNotKeptWarning, check_argument, check_count
 from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Precedence
+from ..graph.kernel_order import kernel_order
 from ..graph.liveness import workspace_text
 from ..graph.nodes import (
     FSDP_KINDS,
@@ -109,7 +110,8 @@ def schedule(
 
     def in_kernels() -> list[int]:
         assert model.graph.fused is not None
-        return model.graph.fused.together(model.dependencies, range(len(model)))
+        live, facts = model.liveness, model.dependencies
+        return kernel_order(live, facts, live.of_node, model.graph.fused, range(len(model)))
 
     try:
         with paused_gc():

@@ -57,6 +57,7 @@ from ...graph.nodes import (
     tag_of,
     tensors_in,
 )
+from ...graph.operators import CASTS
 from ...passes.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..schedule.model import Model, ModelEdit, Row
@@ -125,24 +126,28 @@ class Activations:
 
     Attributes:
         groups: nodes by stretch and sort, in graph order.
-        views: views of nodes in groups, and constants that only one stretch reads; they are never
-            saved.
+        derived: nodes that are never saved: views; constants that only one stretch reads; and with
+            ``fuses`` casts to larger dtypes of values that are saved with them, which kernels read.
         saved: nodes that stretches hand on, and nodes that must not run twice.
         unknown: operators among the latter whose tags do not show their effects, with their calls.
     """
 
     def __init__(
-        self, graph: fx.Graph, unit_of: Callable[[fx.Node], str | None], moves: Collection[fx.Node]
+        self,
+        graph: fx.Graph,
+        unit_of: Callable[[fx.Node], str | None],
+        moves: Collection[fx.Node],
+        fuses: bool = False,
     ) -> None:
         self.groups: dict[tuple[Stretch, str], list[fx.Node]] = {}
-        self.views: dict[fx.Node, None] = {}
+        self.derived: dict[fx.Node, None] = {}
         self.saved: dict[fx.Node, None] = {}
         self.unknown: Counter[str] = Counter()
         inside = _aot.Halves(graph).forward
         self._nodes = [n for n in inside if n.op == "call_function" and n not in moves]
         self._inside = inside
         self._outputs = {a for n in graph.find_nodes(op="output") for a in n.all_input_nodes}
-        self._moves = moves
+        self._moves, self._fuses = moves, fuses
         self._stretch: dict[fx.Node, Stretch] = {}
         self._units: dict[fx.Node, str] = {}  # units of nodes that depend on parameters only
         self._find_stretches(unit_of)
@@ -253,13 +258,28 @@ class Activations:
         if handed_on or once or whole in self.saved:
             self.saved[node] = None
         elif constant or (is_view(node) and not is_wait(node) and whole is node):
-            self.views[node] = None
+            self.derived[node] = None
         else:  # a ``getitem`` is in the group of the node with several results
             sort = _sort_of(whole)
             # The loss must be saved for a low peak, and a norm before the logits need not be.
             if early and stretch == self._last and sort == "cheap":
                 sort = "early cheap"
-            self.groups.setdefault((stretch, sort), []).append(node)
+            group = self.groups.setdefault((stretch, sort), [])
+            if self._fuses and self._is_wider(node, group):
+                self.derived[node] = None
+            else:
+                group.append(node)
+
+    def _is_wider(self, node: fx.Node, group: Collection[fx.Node]) -> bool:
+        """Return whether a node casts a value that is saved with it to a larger dtype."""
+        if node.target not in CASTS:
+            return False
+        source = node.all_input_nodes[0]
+        while source in self.derived:
+            source = source.all_input_nodes[0]
+        saved = source in self.saved or source in group
+        sizes = (n.meta["val"].dtype.itemsize for n in (source, node))
+        return saved and operator.lt(*sizes)
 
 
 def _whole(node: fx.Node) -> fx.Node:

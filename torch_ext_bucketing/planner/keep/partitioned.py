@@ -35,7 +35,7 @@ from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.fusion import Fused, fused
 from ...graph.liveness import Storages, with_fused, with_packed, workspace_bytes
-from ...graph.nodes import is_collective, is_number, is_wait, tag_of
+from ...graph.nodes import is_collective, is_number, is_view, is_wait, tag_of
 from ...passes.park import could_park
 from ...passes.reshard_to import Smaller
 from ...reports.planner import BlockBytes
@@ -111,13 +111,13 @@ class PartitionedModel:
         self.activations: Activations | None = None
         if activations:
             names = {n: one.name for one in keepables for n in one.starts}
-            chosen = Activations(graph, names.get, again)
+            chosen = Activations(graph, names.get, again, bool(costs.machine.fuses))
             keepables += [
                 Keepable(f"{stretch.name} {sort}", (), tuple(nodes))
                 for (stretch, sort), nodes in chosen.groups.items()
             ]
             again.update(n for nodes in chosen.groups.values() for n in nodes)
-            again.update(chosen.views)
+            again.update(chosen.derived)
             self.activations = chosen
         self._split = split = _Split(graph, joint, again, costs)
         both = split.forward_model(), split.backward_model()
@@ -178,11 +178,11 @@ class PartitionedModel:
         made_by: dict[int, int] = {}
         read: dict[int, dict[int, None]] = {}
         alone = self.keepable_of_place(self.backward)
-        views = () if self.activations is None else self.activations.views
+        derived = () if self.activations is None else self.activations.derived
         for i, (node, owners) in enumerate(
             zip(self.backward.dependencies.nodes, alone, strict=True)
         ):
-            if node in views:  # its readers touch the storage, too
+            if is_view(node) and node in derived:  # its readers touch the storage, too
                 continue
             if owners is not None:
                 made_by.update(dict.fromkeys(live.allocates[i], owners))

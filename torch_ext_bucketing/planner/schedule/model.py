@@ -116,6 +116,11 @@ class Model(NodeTable):
             for i, needed in enumerate(self.dependencies.needs)
         ]
 
+    def with_collectives(self, times: float) -> Model:
+        """Return the model on a machine whose collectives take ``times`` as long."""
+        timed = zip(self.group, self.ms, strict=True)
+        return replace(self, ms=[ms if group is None else times * ms for group, ms in timed])
+
     def without_views(self) -> Model:
         """Let the users of views need the views' inputs; times and live bytes stay.
 

@@ -1,0 +1,159 @@
+"""Find where Inductor runs the kernels of an order.
+
+Inductor writes an elementwise value where the first node needs it in memory, and runs a fused
+kernel where the first of its parts stands, unless a pinned node waits for it (:mod:`.passes.pin`)::
+
+    exp(x)  mm1  mm2(exp)                 mm1  exp(x)  mm2(exp)
+    max  bmm  exp(x, max)  mm(exp)        max  exp(x, max)  bmm  mm(exp)
+
+Of two orders it takes the one with the lower peak: kernels that alone read a value stand where they
+stood, or right after the value, which so is freed early::
+
+    wait  mm1  copy1(wait)  mm2(copy1)  copy2(wait)        wait  copy1  copy2  mm1  mm2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch.fx as fx
+
+from .dependencies import Precedence
+from .fusion import Fused
+from .liveness import Storages, is_read_by_fused
+from .nodes import is_plain_view, is_view
+from .operators import is_fused
+
+
+def last_readers(
+    kernels: Fused, nodes: Iterable[tuple[fx.Node, Iterable[fx.Node]]]
+) -> dict[fx.Node, fx.Node]:
+    """Map each value to its last reader, of nodes with their inputs; a view reads nothing.
+
+    A kernel is its node in :attr:`.Fused.reads`.
+    """
+    last, viewed = dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+    for node, inputs in nodes:
+        values = [viewed.get(n, n) for n in inputs]
+        if is_view(node) and node.op == "call_function" and values:
+            viewed[node] = values[0]
+        elif not is_fused(node):
+            last.update(dict.fromkeys(values, node))
+        last.update(dict.fromkeys(kernels.reads.get(node, ()), node))
+    return last
+
+
+def kernel_order(
+    live: Storages,
+    dependencies: Precedence,
+    of_node: Mapping[fx.Node, tuple[int, ...]],
+    kernels: Fused,
+    order: Sequence[int],
+) -> list[int]:
+    """Return ``order``, of places, with the nodes of each kernel where the kernel runs.
+
+    ``live`` and ``of_node``: the storages of :func:`.with_fused`, and its argument.
+    """
+    nodes = _Order(live, dependencies, of_node, kernels, order)
+    late = nodes.late()
+    return min(map(nodes.sorted, (late, late | nodes.early())), key=live.peak)
+
+
+class _Order:
+    """The nodes of an order, to be sorted by times: positions in the order, or between them."""
+
+    def __init__(
+        self,
+        live: Storages,
+        dependencies: Precedence,
+        of_node: Mapping[fx.Node, tuple[int, ...]],
+        kernels: Fused,
+        order: Sequence[int],
+    ) -> None:
+        self._kept, self._of_node, self._kernels = live.kept.keys(), of_node, kernels
+        self._nodes, self._needs = dependencies.nodes, dependencies.needs
+        self._position = {i: float(k) for k, i in enumerate(order)}
+        self._row = row = {self._nodes[i]: i for i in order}
+        self._parts: dict[int, list[int]] = {}  # by the node where a kernel runs, its other nodes
+        for node, first in kernels.runs_at.items():
+            if node in row and first in row:
+                self._parts.setdefault(row[first], []).append(row[node])
+
+    def late(self) -> dict[int, float]:
+        """Map places to the time before which a node need not run; infinity: before its readers."""
+        nodes, position, kernels = self._nodes, self._position, self._kernels
+        needed = ((nodes[i], [nodes[j] for j in self._needs[i]]) for i in position)
+        inputs = ((node, dict.fromkeys((*node.all_input_nodes, *more))) for node, more in needed)
+        last = last_readers(kernels, inputs)
+        times = dict[int, float]()
+        for i, time in position.items():
+            node = nodes[i]
+            if node in kernels.late:
+                # A pinned node waits for a kernel that reads a value which is free by then.
+                buffers = kernels.reads.get(kernels.runs_at.get(node, node), ())
+                free = [last[b] for b in buffers if b in last and self._is_freed(b)]
+                after = (position[self._row[n]] + 0.5 for n in free)
+                times[i] = max(time, min(after, default=math.inf))
+            else:
+                inside = node in kernels.within and node not in kernels.written
+                times[i] = math.inf if inside or is_plain_view(node) else time
+        return times
+
+    def early(self) -> dict[int, float]:
+        """Map the nodes of kernels that alone read a value to the position of the value."""
+        readers: dict[int, list[int]] = {}
+        for first, buffers in self._kernels.reads.items():
+            if first not in self._row:
+                continue
+            kernel = self._row[first], *self._parts.get(self._row[first], ())
+            for value in dict.fromkeys(map(_viewed, buffers)):
+                if value in self._row and self._is_freed(value) and is_read_by_fused(value):
+                    readers.setdefault(self._row[value], []).extend(kernel)
+        times = dict[int, float]()
+        for i, kernels in readers.items():
+            made = self._position[i]
+            if self._move(self._needed(kernels, after=made)):
+                times.update(dict.fromkeys(kernels, made))
+        return times
+
+    def sorted(self, times: Mapping[int, float]) -> list[int]:
+        """Sort the places by times, with the nodes of each kernel together."""
+        first_use = dict(times)  # no node runs after one that needs it
+        for i in reversed(self._position):
+            for j in self._needs[i]:
+                first_use[j] = min(first_use[j], first_use[i])
+        placed = dict[int, None]()
+        for i in sorted(self._position, key=first_use.__getitem__):
+            node = self._nodes[i]
+            first = self._row.get(self._kernels.runs_at.get(node, node), i)
+            for j in (first, i, *self._parts.get(first, ())):
+                needed = self._needed([j], placed)
+                if j == i or self._move(needed):
+                    placed |= dict.fromkeys(sorted(needed))
+        return list(placed)
+
+    def _is_freed(self, node: fx.Node) -> bool:
+        return self._kept.isdisjoint(self._of_node.get(node, ()))
+
+    def _needed(
+        self, places: Iterable[int], placed: Container[int] = (), *, after: float = -1
+    ) -> set[int]:
+        """Return places with all that they need, without placed ones and positions to ``after``."""
+        needed, stack = set[int](), list(places)
+        while stack:
+            i = stack.pop()
+            if i not in needed and i not in placed and self._position[i] > after:
+                needed.add(i)
+                stack += self._needs[i]
+        return needed
+
+    def _move(self, places: Iterable[int]) -> bool:
+        """Return whether all nodes are parts of kernels, or run none."""
+        return all(is_fused(n) or is_plain_view(n) for n in (self._nodes[i] for i in places))
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while is_plain_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
