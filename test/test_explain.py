@@ -641,7 +641,10 @@ def test_a_value_that_the_partitioner_computes_once_is_planned_as_saved():
     found = explain(f"{HERE}:gated", mesh={"fsdp": 2}, memory_gib=1.0)
     (keep,) = (r for r in found.report.rewrites if isinstance(r, KeepReport))
     peak = max(s.peak_bytes[1] for s in found.report.schedules)
-    assert peak <= keep.peak_bytes[1] < 1.03 * peak
+    # A schedule may make a gradient of a weight earlier than the choice's order did, at 32 KiB each.
+    # A cast that is saved, and was planned as its input, is 2 MiB more.
+    gradients = sum(p.numel() * 2 for p in torch.nn.Sequential(Gated(), Gated()).parameters())
+    assert peak - gradients <= keep.peak_bytes[1] < 1.03 * peak
 
 
 def test_chunks_made_as_they_are_read_are_those_of_fully_shard():

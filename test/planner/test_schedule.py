@@ -938,7 +938,7 @@ def by_bytes(ms: float, latency_ms: float = 0.0) -> Machine:
 
 @pytest.mark.parametrize(
     ("ms", "latency_ms", "sizes"),
-    [(0.003, 0.0, [8]), (0.01, 0.0, []), (0.01, 0.85, [8])],
+    [(0.003, 0.0, [8]), (0.015, 0.0, []), (0.01, 0.85, [8])],
     ids=["fewest of equal losses", "best", "best with slow collectives"],
 )
 def test_the_plan_that_loses_least_on_plausible_machines(ms, latency_ms, sizes):

@@ -15,7 +15,7 @@ the graph, so the search plans several caps, and schedules the model of each mer
 An estimate may be wrong, so the best plan by one machine is not always the one to choose. Plans
 within 2.5% of the best are timed, in the orders that they got, with collectives that are faster and
 slower than the machine's. Each loses something to the best of them. The choice has the smallest of
-the largest losses; of those within half a percent, the fewest collectives.
+the largest losses; of those within 1%, the fewest collectives.
 
 Scheduling takes most of the time, so bounds prune the search: plans come in the order of their
 lower bounds; a plan is skipped if its bound exceeds the best step; an order is abandoned once it
@@ -67,7 +67,7 @@ _SHORT_RUN = 8
 _AT_FLOOR = 1.015  # no other caps once step / bound of any plan is at most this
 _NEAR_BOUND = 1.02  # no caps between the rungs once step / the plan's own bound is at most this
 _NEAR = 1.025  # a plan that takes at most this times the best step may be chosen
-_EQUAL = 0.005  # largest losses are equal within this part of a step
+_EQUAL = 0.01  # largest losses are equal within this part of a step
 
 _SMALL_GRAPH = 2000  # nodes; larger graphs try one sort for caps between rungs
 _MIB = 2**20

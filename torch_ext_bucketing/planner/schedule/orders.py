@@ -48,11 +48,11 @@ WORTH = 0.998
 FASTER, SLOWER = 0.8, 1.7
 """Factors of collectives' times on machines that are as plausible as the given one.
 
-Rates are eight tenths of data sheets', and a network may reach them all. All-gathers on 32 nodes of
-H100s reached 200 GB/s where 340 were expected (NVIDIA/nccl issue 1218), and those of 1 KiB on two
-nodes take 1.6 to 3.5 times as long as by NCCL's model (benchmarks/README.md). Kernels that are
-slower or faster by a tenth lie between. On the held-out models an order with slack for 1.3 gains
-nothing more than one for 1.7.
+Estimates count eight tenths of a data sheet's rates, which a network may reach in full. All-gathers
+on 32 nodes of H100s reached 200 GB/s (NVIDIA/nccl issue 1218), where estimates have 8 times 42, and
+those of 1 KiB on two nodes take 1.6 to 3.2 times as long as by NCCL's model (benchmarks/README.md).
+Kernels that are a tenth faster or slower lie between. On the held-out models an order with slack
+for 1.3, beside the one for 1.7, gains nothing.
 """
 
 
