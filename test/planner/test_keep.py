@@ -294,6 +294,28 @@ def test_kernels_read_a_saved_value_instead_of_its_cast_to_a_larger_dtype(fake_w
     assert bool(found) != fuses
 
 
+@pytest.mark.torch
+def test_a_constant_of_a_group_is_not_saved_and_its_cast_may_be(fake_world):
+    class Scaled(TwoBlocks):
+        def forward(self, tokens):
+            logits = super().forward(tokens)
+            return logits * torch.arange(logits.shape[-1]).to(logits.dtype)
+
+    found = []
+
+    def look(graph):
+        costs = Costs(replace(NO_HOST, fuses=True))
+        partitioned = PartitionedModel(graph, costs, MODULES, UNMERGED, activations=True)
+        found.extend(n for u in partitioned.keepables for n in u.chains)
+
+    with_joint(look, compiled, model=Scaled)
+    made_of_none = [n for n in found if not n.all_input_nodes]
+    assert not made_of_none
+    assert any(
+        not a.all_input_nodes for n in found for a in n.all_input_nodes if a.op != "placeholder"
+    )
+
+
 def test_schedules_count_what_only_forward_reads(fake_world):
     """A shard whose gathered copy was saved is in memory although backward does not read it."""
     kept, found = ("layers.1", "head"), {}

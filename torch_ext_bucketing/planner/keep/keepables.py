@@ -275,7 +275,7 @@ class Activations:
         if node.target not in CASTS:
             return False
         source = node.all_input_nodes[0]
-        while source in self.derived:
+        while source in self.derived and source.all_input_nodes:  # a constant has none
             source = source.all_input_nodes[0]
         saved = source in self.saved or source in group
         sizes = (n.meta["val"].dtype.itemsize for n in (source, node))
