@@ -312,8 +312,7 @@ def kernel_names(step, *inputs):
     """Return the names of a step's nodes in the order of :func:`.kernel_order`."""
     analysis = GraphAnalysis(make_fx(step, tracing_mode="fake")(*inputs).graph, fuses=True)
     live, dependencies, kernels = analysis.liveness, analysis.dependencies, analysis.fused
-    nodes = range(len(dependencies.nodes))
-    order = kernel_order(live, dependencies, live.of_node, kernels, nodes)
+    order = kernel_order(live, dependencies, kernels)
     assert dependencies.is_order(order)
     return [dependencies.nodes[i].name for i in order]
 

@@ -15,7 +15,7 @@ stood, or right after the value, which so is freed early::
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 
 import torch.fx as fx
 
@@ -44,75 +44,53 @@ def last_readers(
     return last
 
 
-def kernel_order(
-    live: Storages,
-    dependencies: Precedence,
-    of_node: Mapping[fx.Node, tuple[int, ...]],
-    kernels: Fused,
-    order: Sequence[int],
-) -> list[int]:
-    """Return ``order``, of places, with the nodes of each kernel where the kernel runs.
+def kernel_order(live: Storages, dependencies: Precedence, kernels: Fused) -> list[int]:
+    """Return the places of a graph's nodes, with those of each kernel where the kernel runs.
 
-    ``live`` and ``of_node``: the storages of :func:`.with_fused`, and its argument.
+    ``live``: the storages of :func:`.with_fused`.
     """
-    nodes = _Order(live, dependencies, of_node, kernels, order)
+    nodes = _Order(live, dependencies, kernels)
     late = nodes.late()
     return min(map(nodes.sorted, (late, late | nodes.early())), key=live.peak)
 
 
 class _Order:
-    """The nodes of an order, to be sorted by times: positions in the order, or between them."""
+    """The nodes of a graph, to be sorted by times: places, or times between two."""
 
-    def __init__(
-        self,
-        live: Storages,
-        dependencies: Precedence,
-        of_node: Mapping[fx.Node, tuple[int, ...]],
-        kernels: Fused,
-        order: Sequence[int],
-    ) -> None:
-        self._kept, self._of_node, self._kernels = live.kept.keys(), of_node, kernels
+    def __init__(self, live: Storages, dependencies: Precedence, kernels: Fused) -> None:
+        self._live, self._kernels = live, kernels
         self._nodes, self._needs = dependencies.nodes, dependencies.needs
-        self._position = {i: float(k) for k, i in enumerate(order)}
-        self._row = row = {self._nodes[i]: i for i in order}
+        self._row = row = {node: i for i, node in enumerate(self._nodes)}
         self._parts: dict[int, list[int]] = {}  # by the node where a kernel runs, its other nodes
         for node, first in kernels.runs_at.items():
-            if node in row and first in row:
-                self._parts.setdefault(row[first], []).append(row[node])
+            self._parts.setdefault(row[first], []).append(row[node])
 
     def late(self) -> dict[int, float]:
         """Map places to the time before which a node need not run; infinity: before its readers."""
-        nodes, position, kernels = self._nodes, self._position, self._kernels
-        needed = ((nodes[i], [nodes[j] for j in self._needs[i]]) for i in position)
-        inputs = ((node, dict.fromkeys((*node.all_input_nodes, *more))) for node, more in needed)
-        last = last_readers(kernels, inputs)
+        kernels = self._kernels
+        last = last_readers(kernels, ((node, node.all_input_nodes) for node in self._nodes))
         times = dict[int, float]()
-        for i, time in position.items():
-            node = nodes[i]
+        for i, node in enumerate(self._nodes):
             if node in kernels.late:
                 # A pinned node waits for a kernel that reads a value which is free by then.
                 buffers = kernels.reads.get(kernels.runs_at.get(node, node), ())
-                free = [last[b] for b in buffers if b in last and self._is_freed(b)]
-                after = (position[self._row[n]] + 0.5 for n in free)
-                times[i] = max(time, min(after, default=math.inf))
+                after = (self._row[last[b]] + 0.5 for b in buffers if self._is_freed(b))
+                times[i] = max(i, min(after, default=math.inf))
             else:
                 inside = node in kernels.within and node not in kernels.written
-                times[i] = math.inf if inside or is_plain_view(node) else time
+                times[i] = math.inf if inside or is_plain_view(node) else i
         return times
 
     def early(self) -> dict[int, float]:
-        """Map the nodes of kernels that alone read a value to the position of the value."""
+        """Map the nodes of kernels that alone read a value to the place of the value."""
         readers: dict[int, list[int]] = {}
         for first, buffers in self._kernels.reads.items():
-            if first not in self._row:
-                continue
             kernel = self._row[first], *self._parts.get(self._row[first], ())
             for value in dict.fromkeys(map(_viewed, buffers)):
                 if value in self._row and self._is_freed(value) and is_read_by_fused(value):
                     readers.setdefault(self._row[value], []).extend(kernel)
         times = dict[int, float]()
-        for i, kernels in readers.items():
-            made = self._position[i]
+        for made, kernels in readers.items():
             if self._move(self._needed(kernels, after=made)):
                 times.update(dict.fromkeys(kernels, made))
         return times
@@ -120,11 +98,11 @@ class _Order:
     def sorted(self, times: Mapping[int, float]) -> list[int]:
         """Sort the places by times, with the nodes of each kernel together."""
         first_use = dict(times)  # no node runs after one that needs it
-        for i in reversed(self._position):
+        for i in reversed(range(len(self._nodes))):
             for j in self._needs[i]:
                 first_use[j] = min(first_use[j], first_use[i])
         placed = dict[int, None]()
-        for i in sorted(self._position, key=first_use.__getitem__):
+        for i in sorted(range(len(self._nodes)), key=first_use.__getitem__):
             node = self._nodes[i]
             first = self._row.get(self._kernels.runs_at.get(node, node), i)
             for j in (first, i, *self._parts.get(first, ())):
@@ -134,16 +112,16 @@ class _Order:
         return list(placed)
 
     def _is_freed(self, node: fx.Node) -> bool:
-        return self._kept.isdisjoint(self._of_node.get(node, ()))
+        return self._live.kept.keys().isdisjoint(self._live.of_node[node])
 
     def _needed(
-        self, places: Iterable[int], placed: Container[int] = (), *, after: float = -1
+        self, places: Iterable[int], placed: Container[int] = (), *, after: int = -1
     ) -> set[int]:
-        """Return places with all that they need, without placed ones and positions to ``after``."""
+        """Return places with all that they need, without placed ones and places to ``after``."""
         needed, stack = set[int](), list(places)
         while stack:
             i = stack.pop()
-            if i not in needed and i not in placed and self._position[i] > after:
+            if i not in needed and i not in placed and i > after:
                 needed.add(i)
                 stack += self._needs[i]
         return needed

@@ -110,8 +110,7 @@ def schedule(
 
     def in_kernels() -> list[int]:
         assert model.graph.fused is not None
-        live, facts = model.liveness, model.dependencies
-        return kernel_order(live, facts, live.of_node, model.graph.fused, range(len(model)))
+        return kernel_order(model.liveness, model.dependencies, model.graph.fused)
 
     try:
         with paused_gc():
