@@ -277,9 +277,9 @@ class Activations:
         source = node.all_input_nodes[0]
         while source in self.derived and source.all_input_nodes:  # a constant has none
             source = source.all_input_nodes[0]
-        saved = source in self.saved or source in group
-        sizes = (n.meta["val"].dtype.itemsize for n in (source, node))
-        return saved and operator.lt(*sizes)
+        if source not in self.saved and source not in group:
+            return False
+        return bool(source.meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize)
 
 
 def _whole(node: fx.Node) -> fx.Node:
