@@ -45,7 +45,7 @@ def last_readers(
 
 
 def kernel_order(live: Storages, dependencies: Precedence, kernels: Fused) -> list[int]:
-    """Return the places of a graph's nodes, with those of each kernel where the kernel runs.
+    """Return the places of all nodes in order, the nodes of each kernel where the kernel runs.
 
     ``live``: the storages of :func:`.with_fused`.
     """
