@@ -69,6 +69,14 @@ def test_value_of_which_a_view_is_returned_is_written(g):
     assert g.kernels(flat, last) == [([value, last], 3 * FULL)]
 
 
+@pytest.mark.parametrize("terms", [7, 8])
+def test_a_sum_of_few_elements_is_computed_inside_its_reader(g, terms):
+    total = g.op(aten.sum.dim_IntList, g.input(ROWS, COLUMNS, terms), [2])
+    last = g.op(aten.neg.default, total)
+    ((nodes, _),) = g.kernels(last)
+    assert nodes == ([last] if terms < 8 else [total, last])
+
+
 def test_another_iteration_space_is_another_kernel(g):
     x, y = g.input(), g.input(7)
     both = [g.op(aten.neg.default, n) for n in (x, y)]

@@ -33,20 +33,23 @@ import torch
 import torch.fx as fx
 
 from .._torch.without_device import stands_for_cuda
+from .inlined import Inlined
 from .nodes import is_collective, is_compute, is_wait, tensors_in
 from .operators import REARRANGES, SCATTERS, SUMS, Operators, adds_to_larger
 
 _aten = torch.ops.aten
 _LONGEST_PERSISTENT = 1024
 """The most elements of a row that a kernel holds in registers (``triton_heuristics``)."""
-_MOST_READS_OF_SHARED = 4
-"""The most buffers of a value that several readers compute again."""
+_MOST_LOADS_OF_SHARED = 4
+"""The most loads of a value that several readers compute again."""
 _MOST_CAT_INPUTS = 8
 """The most inputs of a concatenation that is computed inside its readers on CUDA."""
-_MOST_READS = 8
-"""The most buffers of a value that isn't written."""
-_MOST_OPERATIONS = 30
-"""The most operations of a value that several readers compute again, on CUDA."""
+_MOST_LOADS = 8, 12
+"""The most loads of a value that isn't written, on CUDA and on the CPU."""
+_MOST_OPERATIONS = 30, 50
+"""The most operations of such a value."""
+_FEWEST_TERMS = 8
+"""Reductions of fewer elements are elementwise (``unroll_reductions_threshold``)."""
 _LEAST_MIXED = 5 * 2**20
 """The fewest elements that a kernel sums over both rows and columns (``MixOrderReduction``)."""
 _LEAST_ROWS = 4096
@@ -138,6 +141,7 @@ class _Walk:
         self._absent, self._operators = absent, operators
         self._root: dict[fx.Node, fx.Node] = {}
         self._inline: dict[fx.Node, dict[fx.Node, int]] = {}  # value -> bytes of each buffer
+        self._counts = Inlined(operators, self._root)  # of the same values
         # Value -> buffers read element by element. Not sets, whose order differs between ranks.
         self._aligned: dict[fx.Node, dict[fx.Node, None]] = {}
         # A kernel, a node that it writes, and the bytes that it reads of each buffer for that node.
@@ -299,12 +303,11 @@ class _Walk:
             self._call(node)
         elif target in SCATTERS:
             self._scatter(node, SCATTERS[target])
-        elif operator.reduces:
+        elif operator.reduces and operator.terms >= _FEWEST_TERMS:
             # Always written: Inductor computes no reduction inside its readers.
-            results = max(self._numel(node), 1)
-            terms = max(self._numel(inputs[0]) // results, 1)
             columns, sums = not _reduces_rows(node), node.target in SUMS
-            self._join(node, self._reads(inputs), Space(results, terms, columns, sums))
+            space = Space(max(operator.numel, 1), operator.terms, columns, sums)
+            self._join(node, self._reads(inputs), space)
         else:
             self._compute(node)
 
@@ -346,7 +349,8 @@ class _Walk:
                 self._join(node, self._reads(parts), space, nbytes=nbytes, alone=True)
             return
         self._inline[node] = reads
-        if target not in REARRANGES:
+        self._counts.add(node)
+        if target not in REARRANGES and not self._operators[node].reduces:
             for value in inputs:
                 same_order = self._aligned_buffers(node, value)
                 self._aligned.setdefault(node, {}).update(same_order)
@@ -358,39 +362,24 @@ class _Walk:
         reads = self._inline.get(root)
         if reads is None:
             return
-        # As Inductor's `has_exceeded_max_reads` and `should_realize_on_reuse` decide.
-        if len(reads) > _MOST_READS or self._is_read_again(node, root, reads):
+        users = self._users(node) if len(node.users) > 1 else []
+        again = len(users) > 1
+        operations, loads = _MOST_OPERATIONS[self._cpu], _MOST_LOADS[self._cpu]
+        count = self._counts.count(root, operations, _MOST_LOADS_OF_SHARED if again else loads)
+        # As Inductor's `should_realize_on_reuse` and `has_exceeded_max_reads` decide.
+        large = count.operations > operations
+        write = again and (large or count.loads > _MOST_LOADS_OF_SHARED)
+        write = write or (count.varying > 1 and (large or count.loads > loads))
+        if again and reads and not write:
+            # Whether another graph, or a later part of this one, reads the value.
+            kept = self._kept
+            write = kept(root) if kept is not None else any(u not in self._inside for u in users)
+        if write:
             self._write(root)
-
-    def _is_read_again(self, node: fx.Node, root: fx.Node, reads: dict[fx.Node, int]) -> bool:
-        """Return whether several readers had better read a value than compute it again."""
-        if len(node.users) < 2 or len(users := self._users(node)) < 2:
-            return False
-        if len(reads) > _MOST_READS_OF_SHARED:
-            return True
-        if not self._cpu and self._operations(root) > _MOST_OPERATIONS:
-            return True
-        # Whether another graph, or a later part of this one, reads the value.
-        kept = self._kept
-        outside = kept(root) if kept is not None else any(u not in self._inside for u in users)
-        return bool(reads) and outside
-
-    def _operations(self, node: fx.Node) -> int:
-        """Count the operations, loads and constants of a value that is computed in its readers."""
-        count, found, stack = len(self._inline[node]), {node}, [node]
-        operators, root_of, inline = self._operators, self._root, self._inline
-        while stack and count <= _MOST_OPERATIONS:
-            operator = operators[stack.pop()]
-            count += operator.operations
-            for value in operator.inputs:
-                root = root_of.get(value, value)
-                if root in inline and root not in found:
-                    found.add(root)
-                    stack.append(root)
-        return count
 
     def _write(self, node: fx.Node) -> None:
         reads = self._inline.pop(node)
+        self._counts.remove(node)
         if node is not self._visited:
             self._late.add(node)
         self._join(node, reads, Space(self._numel(node)))

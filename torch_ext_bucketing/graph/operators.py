@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +30,14 @@ REARRANGES = frozenset(
 """Operators that read other elements than those at the place that they write."""
 CASTS = frozenset({_aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 """Operators that cast to another dtype."""
+_CONSTANTS = frozenset({_aten.full.default, _aten.scalar_tensor.default})
+_LOADS = frozenset({_aten.clone.default, _aten.embedding.default, _aten.index.Tensor})
+"""Operators that compute nothing."""
 _MORE_POINTWISE = (
     REARRANGES
     | CASTS
-    | {
-        _aten.clone.default,
-        _aten.copy_.default,
-        _aten.full.default,
-        _aten.scalar_tensor.default,
-        torch.ops.prims.iota.default,
-    }
+    | _CONSTANTS
+    | {_aten.clone.default, _aten.copy_.default, torch.ops.prims.iota.default}
 )
 """Operators without torch's tag ``pointwise`` that Inductor fuses like those with it."""
 SCATTERS = {
@@ -77,7 +75,9 @@ class Operator(NamedTuple):
     size: int  # bytes of the result
     numel: int  # elements of the result, by its bytes: sizes may depend on data
     several: bool  # whether there are several results
-    operations: int  # those of an element, and its constants: Inductor counts them
+    operations: int  # those of an element, as Inductor counts them
+    constants: tuple[Any, ...]
+    terms: int  # elements that a reduction reads for one of its result
 
 
 class Operators(dict[fx.Node, Operator]):
@@ -99,22 +99,20 @@ class Operators(dict[fx.Node, Operator]):
             numel = size // value.dtype.itemsize
         elif _has_several(node.target):
             numel = size // sum(v.dtype.itemsize for v in value)
-        inputs = node.all_input_nodes
-        if node.target is _aten.cat.default:
-            # Each input has a range to compare with, and is selected by it.
-            operations = 3 + 4 * len(inputs)
-        else:
-            constants = [a for a in node.args if isinstance(a, (int, float))] if inputs else []
-            operations = 1 + len(constants)
+        inputs, reduces = node.all_input_nodes, is_reduction(node)
+        operations, constants = _operations(node, inputs)
+        terms = max(self[inputs[0]].numel // max(numel, 1), 1) if reduces else 1
         operator = self[node] = Operator(
             is_view(node),
             is_fused(node),
-            is_reduction(node),
+            reduces,
             inputs,
             size,
             numel,
             several,
             operations,
+            constants,
+            terms,
         )
         return operator
 
@@ -127,6 +125,21 @@ class Operators(dict[fx.Node, Operator]):
             found = isinstance(value, torch.Tensor) and value.is_contiguous()
             self._contiguous[node] = found
         return found
+
+
+def _operations(node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, tuple[Any, ...]]:
+    """Return the number of operations of an element, and the constants that they read."""
+    target, numbers = node.target, tuple(a for a in node.args if isinstance(a, (int, float)))
+    if target in _CONSTANTS:
+        return 0, numbers
+    if target is _aten.cat.default:
+        # Each input has a range to compare with, and is selected by it.
+        return 3 + 4 * len(inputs), ()
+    if target in _LOADS:
+        return 0, ()
+    if target in REARRANGES or not inputs or target is _aten.pow.Tensor_Scalar:
+        return 1, ()
+    return 1, numbers
 
 
 def is_fused(node: fx.Node) -> bool:
