@@ -17,6 +17,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from examples import examples
 from expecttest import assert_expected_inline
+from generated_memory import generated_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import (
@@ -32,12 +33,14 @@ from random_graphs import (
     order_of,
     random_graph,
 )
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
 from torch_ext_bucketing._torch import paused_gc, with_room_for_frames
-from torch_ext_bucketing._torch.inductor import nccl_estimate_ms
+from torch_ext_bucketing._torch.inductor import NO_HOLDS, CustomGraphPass, nccl_estimate_ms
 from torch_ext_bucketing.bucketing.pack import apply_plan
 from torch_ext_bucketing.bucketing.plan import ByCap, CapPlanner
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NotBucketedWarning
@@ -843,6 +846,38 @@ def test_the_gradient_of_an_embedding_runs_where_it_is_planned():
     after = _pinned_after(gm)
     assert after["aten.index_put.default"] == ["reduce_scatter_tensor"]
     assert after["_c10d_functional.wait_tensor.default"] == ["index_put"]
+
+
+@pytest.mark.torch
+def test_a_value_that_pinned_products_share_is_written_once():
+    """Otherwise each product writes it: Inductor doesn't see what a wrapped node reads."""
+
+    def step(x, y, weights, ends):
+        shared = (x.float() * 2 + y).bfloat16() * x
+        first = torch._grouped_mm(x, weights, offs=ends)
+        second = torch._grouped_mm(shared, weights, offs=ends)
+        return second, torch._grouped_mm(shared.t(), first, offs=ends)
+
+    mode = FakeTensorMode()
+    with mode:
+        x, weights = (
+            torch.empty(*shape, dtype=torch.bfloat16) for shape in ((64, 32), (4, 32, 32))
+        )
+        inputs = x, torch.empty(64, 32), weights, torch.empty(4, dtype=torch.int32)
+        gm = make_fx(step, decomposition_table=select_decomp_table())(*inputs)
+    pinned = []
+
+    class Pinned(CustomGraphPass):
+        def __call__(self, graph):
+            pinned.append(pin_order(graph))
+
+        def uuid(self):
+            return None
+
+    options = {"post_grad_custom_post_pass": Pinned(), "compile_threads": 1, **NO_HOLDS}
+    code = generated_code(gm, mode, False, options)
+    assert pinned == [2]
+    assert code.count("= empty_strided_cpu(") == 1
 
 
 def _pinned_after(gm: fx.GraphModule) -> dict[str, list[str]]:

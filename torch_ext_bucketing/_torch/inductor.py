@@ -71,6 +71,14 @@ def keep_dense(nodes: Iterable[fx.Node]) -> None:
         node.meta["dislike_padding"] = True
 
 
+def write_once(nodes: Iterable[fx.Node]) -> None:
+    """Let Inductor write elementwise values where they stand, for all their readers."""
+    # It does so for a value with several readers if one of them needs memory. It doesn't know that
+    # of nodes that run_after() wraps, and each of these would write a copy of its own.
+    for node in nodes:
+        node.meta["inductor_realize_to_strides"] = True
+
+
 try:
     from torch._inductor.custom_graph_pass import CustomPassBase
 except ImportError:  # torch 2.11: anything with a uuid() is a graph pass

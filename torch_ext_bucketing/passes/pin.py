@@ -26,6 +26,10 @@ a fused kernel where the first of its parts stood, with all kernels that it need
 later, and their inputs stay live until then::
 
     bmm1  sum(bmm1)  exp(bmm1)  bmm2(exp)  cat(sum)     bmm2 after sum and exp: bmm1 is freed
+
+An elementwise value that several nodes read is written once::
+
+    exp  bmm1(exp)  bmm2(exp)                           not exp for bmm1, and exp again for bmm2
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import heapq
 
 import torch.fx as fx
 
-from .._torch.inductor import keep_dense, run_after
+from .._torch.inductor import keep_dense, run_after, write_once
 from ..graph.analysis import GraphAnalysis
 from ..graph.kernel_order import last_readers
 from ..graph.layout import pack_of
@@ -44,6 +48,7 @@ from ..graph.nodes import (
     is_collective,
     is_compute,
     is_number,
+    is_plain_view,
     is_view,
     launched_by,
 )
@@ -82,8 +87,19 @@ def pin_order(graph: fx.Graph) -> int:
         if in_order:
             pinned.append(node)
             after[node] = len(pinned)
+    calls = (node for node in earlier if not is_fused(node))
+    write_once(filter(None, (_shared(a) for node in calls for a in node.all_input_nodes)))
     run_after(graph, earlier)
     return len(earlier)
+
+
+def _shared(value: fx.Node) -> fx.Node | None:
+    """Return the elementwise value that a node shows or is, if several nodes read it."""
+    shared = len(value.users) > 1
+    while is_plain_view(value) and value.all_input_nodes:
+        value = value.all_input_nodes[0]
+        shared = shared or len(value.users) > 1
+    return value if shared and is_fused(value) and not is_reduction(value) else None
 
 
 class _LastReads:
