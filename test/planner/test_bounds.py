@@ -114,6 +114,30 @@ def test_what_overtakes_leaves_room_for_what_it_overtakes():
     assert _wide(model, free.peak_bytes) == _wide(model, None)
 
 
+def test_what_ran_ahead_has_freed_its_bytes_once():
+    """The gradient runs while the exchange is in flight, and frees a result before the graph does.
+
+    The gather has no room beside the result of ``mm(tall, h)``, whatever is live before that::
+
+    start(x)    t = mm(tall, w)    h = mm(wait(x), w)    mm(wide, t)    mm(wide, mm(tall, h))
+    gather(shard)    mm(wait(gather), w)
+    """
+    b = Trainer()
+    w, x, shard, tall, wide = (
+        *(b.matrix() for _ in range(3)),
+        b.matrix(4 * DIM),
+        b.shaped((DIM, 4 * DIM)),
+    )
+    exchanged, t = b.start("all_to_all", x), b.mm(tall, w)
+    h = b.mm(exchanged, w)
+    results = [b.mm(wide, t), b.mm(wide, b.mm(tall, h)), b.mm(b.start("all_gather", shard), w)]
+    model = model_of(b.finish(results).graph, machine(collective_ms=9.0))
+    given = Timeline.of(model)
+    bounded = Timeline.of(model, _wide(model, given.peak_bytes))
+    assert bounded.peak_bytes <= given.peak_bytes
+    assert bounded.step_ms < given.step_ms
+
+
 def _wide(model: Model, limit: int | None) -> list[int]:
     return list_schedule(model, Options(window=8, limit_bytes=limit))
 

@@ -645,7 +645,7 @@ def test_host_memory_is_used_where_it_helps_and_within_its_bound(fake_world):
         plain = KeepPlanner(partitioned)
         least = plain.choose(0).peak_bytes
         most = plain.scheduled(plain.candidates, 2**62).peak_bytes
-        for share in (-0.2, 0.5):
+        for share in (-0.2, 0.4):  # with half, all that helps is kept on the device
             limit = int(least + share * (most - least))
             for host in (2**13, 2**30) if share < 0 else (2**30,):
                 planner = KeepPlanner(partitioned, host_bytes=host)

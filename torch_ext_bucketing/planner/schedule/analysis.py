@@ -355,8 +355,8 @@ class ModelAnalysis:
         reductions: by process group, the reduce-scatters, the last one first.
         fillers: lazy nodes that take time and need no collective, in the order of their use.
         latest: by place of a gather, when it must begin; see :func:`latest_starts`.
-        live: by number, bytes live before the kernel.
         most: by number, the most bytes live from the kernel until the next one.
+        changes: by place, the bytes that are live after the node and not before, less the others.
         missing, available, ready, produced: in-degrees, lazy nodes and starts, kernels, and starts
             of computed values, before any node has run.
     """
@@ -403,7 +403,7 @@ class ModelAnalysis:
                 fillers.append(i)
         self.fillers = sorted(fillers, key=self.first_use.__getitem__)
         self.latest = self._latest_starts(model)
-        self.live, self.most = self._live_at_kernels(model)
+        self.most, self.changes = self._live_at_kernels(model)
 
     def _sort(self, model: NodeTable) -> None:
         """Find the nodes that need no kernel, and the lazy ones."""
@@ -524,16 +524,16 @@ class ModelAnalysis:
         return last
 
     def _live_at_kernels(self, model: NodeTable) -> tuple[list[int], list[int]]:
-        """Compute, by number, bytes live before the kernel, and the most until the next one."""
-        live, before, most = LiveBytes(model.liveness), list[int](), list[int]()
+        """Compute the most live bytes of each kernel, and the change of live bytes by each node."""
+        live, most, changes = LiveBytes(model.liveness), list[int](), list[int]()
         for i, number in enumerate(self.number_of):
             if number >= 0:
-                before.append(live.now)
                 most.append(0)
-            during = live.run(i)
+            before, during = live.now, live.run(i)
+            changes.append(live.now - before)
             if most and during > most[-1]:
                 most[-1] = during
-        return before, most
+        return most, changes
 
 
 def _adds_less(model: NodeTable, i: int) -> bool:

@@ -81,6 +81,9 @@ class ListScheduler:
         self.unwaited: list[int] = []  # all collectives without their wait, and some others
         self.wait_of = analysis.wait_of
         self.live = LiveBytes(model.liveness)
+        # In the order of the graph, with the nodes done: live bytes, and by number of a kernel the
+        # most bytes until the next one.
+        self.graph_bytes, self.most = model.liveness.at_start, list(analysis.most)
         self.freed_by_waits = 0  # live bytes that only open waits keep
         self.freed: dict[int, int] = {}
         self.kernels_ms = 0.0  # of the kernels in the order
@@ -187,8 +190,13 @@ class ListScheduler:
         if model.compute[i]:
             self.run_length += 1
             self.wanted.discard(i)
-        number = analysis.number_of[i]
+        number, change = analysis.number_of[i], analysis.changes[i]
+        if change:
+            self.graph_bytes += change
+            for earlier in range(self.head, bisect.bisect_left(analysis.kernels, i)):
+                self.most[earlier] += change
         if number >= 0:
+            self.most[number] = 0
             ready_place = bisect.bisect_left(self.ready, number)
             if ready_place < len(self.ready) and self.ready[ready_place] == number:
                 self.ready.pop(ready_place)
@@ -362,8 +370,7 @@ class ListScheduler:
 
     def _growth(self, number: int) -> int:
         """Return how much live bytes grow until kernel ``number``, in the order of the graph."""
-        head, analysis = self.head, self.analysis
-        return max(analysis.most[head:number]) - analysis.live[head] if number > head else 0
+        return max([self.graph_bytes, *self.most[self.head : number]]) - self.graph_bytes
 
     # --- the next kernel -------------------------------------------------------------------------
 
@@ -385,9 +392,8 @@ class ListScheduler:
         compute, tails, pending, clock_ms = model.compute, self.tail, self.pending, self.now
         sends, end = analysis.sends, self.end
         # The most live bytes of the kernels from the next one of the graph's order up to another.
-        limited, reached, grown, live = options.limit_bytes is not None, self.head, 0, 0
-        if limited:
-            live = analysis.live[self.head]
+        limited, reached = options.limit_bytes is not None, self.head
+        grown = self.graph_bytes
         busy_ms = {group: end[i] - clock_ms for group, i in self.last.items()}
         for number in self.ready:
             if before[number] > (reach if best < 0 else near):
@@ -412,9 +418,9 @@ class ListScheduler:
                     waiting, waits_ms, waiting_tail = number, stall, tail
                 continue
             if limited and number != self.head:
-                grown = max(grown, *analysis.most[reached:number])
+                grown = max(grown, *self.most[reached:number])
                 reached = number
-                if not self._has_room(kernel, grown - live):
+                if not self._has_room(kernel, grown - self.graph_bytes):
                     continue
             by_tail = best >= 0
             best, best_tail, best_send, best_busy = number, tail, send, busy
