@@ -47,7 +47,7 @@ class Inlined:
         self._most: dict[fx.Node, Count] = {}
 
     def add(self, node: fx.Node) -> None:
-        """Add a value, after those that it reads."""
+        """Add a value, after the values that it reads."""
         operator, most = self._operators[node], self._most
         operations, loads = operator.operations + len(operator.constants), 0
         for value in operator.inputs:
