@@ -365,10 +365,11 @@ class _Walk:
         users = self._users(node) if len(node.users) > 1 else []
         again = len(users) > 1
         operations, loads = _MOST_OPERATIONS[self._cpu], _MOST_LOADS[self._cpu]
-        count = self._counts.count(root, operations, _MOST_LOADS_OF_SHARED if again else loads)
+        limit = _MOST_LOADS_OF_SHARED if again else loads
+        count = self._counts.count(root, reads, operations, limit)
         # As Inductor's `should_realize_on_reuse` and `has_exceeded_max_reads` decide.
         large = count.operations > operations
-        write = again and (large or count.loads > _MOST_LOADS_OF_SHARED)
+        write = again and (large or count.loads > limit)
         write = write or (count.varying > 1 and (large or count.loads > loads))
         if again and reads and not write:
             # Whether another graph, or a later part of this one, reads the value.

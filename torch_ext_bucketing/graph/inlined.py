@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,11 +66,20 @@ class Inlined:
         """Remove a value that has a buffer now."""
         del self._most[node]
 
-    def count(self, node: fx.Node, operations: int, loads: int) -> Count:
-        """Return the counts of a value: the exact ones, if one of them may be above a limit."""
+    def count(
+        self, node: fx.Node, buffers: Iterable[fx.Node], operations: int, loads: int
+    ) -> Count:
+        """Return the counts of a value that reads some buffers.
+
+        They are exact if one of them may be above a limit.
+        """
         most = self._most[node]
         if most.operations > operations or most.loads > loads:
-            most = self._most[node] = self._exactly(node)
+            # Walks over a graph differ in few buffers, and these decide what is computed.
+            known, key = self._operators.counts, (node, *buffers)
+            if key not in known:
+                known[key] = self._exactly(node)
+            most = self._most[node] = known[key]
         return most
 
     def _exactly(self, node: fx.Node) -> Count:

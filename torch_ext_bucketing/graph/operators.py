@@ -83,13 +83,14 @@ class Operator(NamedTuple):
 class Operators(dict[fx.Node, Operator]):
     """The operators of a graph's nodes, each read once for all walks over the graph.
 
-    ``size`` returns the bytes of a node's result.
+    ``size`` returns the bytes of a node's result; ``counts`` are those of :mod:`.inlined`.
     """
 
     def __init__(self, size: Callable[[fx.Node], int]) -> None:
         super().__init__()
         self._size = size
         self._contiguous: dict[fx.Node, bool] = {}
+        self.counts: dict[tuple[fx.Node, ...], Any] = {}
 
     def __missing__(self, node: fx.Node) -> Operator:
         value, size = node.meta.get("val"), self._size(node)
