@@ -26,6 +26,9 @@ _aten = torch.ops.aten
 _INDEXED = frozenset({_aten.embedding.default, _aten.gather.default, _aten.index.Tensor})
 """Operators that read their first input at places that the others hold."""
 
+_MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
+"""Operators that are a sum, and a division in each reader."""
+
 
 class Count(NamedTuple):
     """The counts of one value."""
@@ -57,7 +60,7 @@ class Inlined:
                 operations += inner.operations + 1  # with a cast
                 loads += inner.loads
             else:
-                operations += 4 if root.target is _aten.mean.dim else 2
+                operations += 4 if root.target in _MEANS else 2
                 loads += 1
         terms = operator.terms
         most[node] = Count(operations * terms, loads * terms, loads * terms)
@@ -95,14 +98,14 @@ class Inlined:
                 found[key] = 1
                 loads += 1
                 varying += operator.numel > 1
-                if reader.target is _aten.mean.dim:  # the buffer has the sum
+                if reader.target in _MEANS:  # the buffer has the sum
                     found |= {("mean", key): 1, operator.terms: 1}
                 continue
             found[key] = operator.operations * max(operator.terms - 1, 1)
             found |= dict.fromkeys(operator.constants, 1)
             dtype = _computed_in(reader)
             for i, value in enumerate(operator.inputs):
-                if not isinstance(tensor := value.meta["val"], torch.Tensor):
+                if not isinstance(tensor := value.meta.get("val"), torch.Tensor):
                     found[value] = 1  # a size
                     continue
                 step = self._step(reader, value, i)
@@ -154,7 +157,7 @@ def _computed_in(node: fx.Node) -> torch.dtype | None:
         return None
     dtype: torch.dtype | None = node.meta["val"].dtype
     if dtype is torch.bool:
-        tensors = [t for a in node.all_input_nodes for t in tensors_in(a.meta["val"])]
+        tensors = [t for a in node.all_input_nodes for t in tensors_in(a.meta.get("val"))]
         dtypes = [t.dtype for t in tensors if t.dtype is not torch.bool]
         dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
     return dtype
