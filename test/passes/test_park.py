@@ -273,10 +273,10 @@ def test_the_pools_find_mistakes(mistake, match):
 
 def _beside_eager(rank, compiler, again, schedules, chosen):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tokens, dtypes = tokens_of(rank, 13, 2, 4), (torch.bfloat16, torch.float32)
-    # A link that is as fast as memory, so that parking pays for values of a few KiB.
+    tokens, dtypes = tokens_of(rank, 26, 4, 32), (torch.bfloat16, torch.float32)
+    # A link that is as fast as memory, and a bound that no choice keeps without parking.
     fast = teb.Machine(host_bandwidth=1e15, kernel_ms=0.0, bandwidth=1e10, ranks_per_node=4)
-    memory = teb.PeakMemory(ratio=1.0, host_gib=1)
+    memory = teb.PeakMemory(ratio=0.9, host_gib=1)
     reshards = [teb.ReshardAfterForward(), Park([""])]
     if chosen:
         reshards = [teb.ReshardAfterForward("auto", memory=memory, activations=True, machine=fast)]
@@ -284,7 +284,7 @@ def _beside_eager(rank, compiler, again, schedules, chosen):
 
     def made():
         torch.manual_seed(0)
-        model = OneBlock(9, 13)  # uneven over four ranks
+        model = OneBlock(18, 26)  # uneven over four ranks
         checkpointed(*(model.layers[i] for i in again))
         return model
 
