@@ -356,7 +356,7 @@ class ModelAnalysis:
         fillers: lazy nodes that take time and need no collective, in the order of their use.
         latest: by place of a gather, when it must begin; see :func:`latest_starts`.
         most: by number, the most bytes live from the kernel until the next one.
-        changes: by place, the bytes that are live after the node and not before, less the others.
+        changes: by place, live bytes after the node less those before it.
         missing, available, ready, produced: in-degrees, lazy nodes and starts, kernels, and starts
             of computed values, before any node has run.
     """

@@ -191,7 +191,7 @@ class ListScheduler:
             self.run_length += 1
             self.wanted.discard(i)
         number, change = analysis.number_of[i], analysis.changes[i]
-        if change:
+        if change and self.options.limit_bytes is not None:
             self.graph_bytes += change
             for earlier in range(self.head, bisect.bisect_left(analysis.kernels, i)):
                 self.most[earlier] += change
