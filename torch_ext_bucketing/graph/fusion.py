@@ -35,7 +35,7 @@ import torch.fx as fx
 from .._torch.without_device import stands_for_cuda
 from .inlined import Inlined
 from .nodes import is_collective, is_compute, is_wait, tensors_in
-from .operators import REARRANGES, SCATTERS, SUMS, Operators, adds_to_larger
+from .operators import INDEXED, REARRANGES, SCATTERS, SUMS, Operators, adds_to_larger
 
 _aten = torch.ops.aten
 _LONGEST_PERSISTENT = 1024
@@ -332,7 +332,7 @@ class _Walk:
         if target is _aten.copy_.default:
             self._join(node, self._reads(inputs[1:]), Space(self._numel(node)), into=inputs[0])
             return
-        if target in (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default):
+        if target in INDEXED:
             reads = self._reads(inputs)  # of the table, no more than is returned
             first = self._root.get(inputs[0], inputs[0])
             if first in reads:

@@ -20,12 +20,9 @@ import torch
 import torch.fx as fx
 
 from .nodes import tensors_in
-from .operators import CASTS, REARRANGES, Operators, is_reduction
+from .operators import CASTS, INDEXED, REARRANGES, Operators, is_reduction
 
 _aten = torch.ops.aten
-_INDEXED = frozenset({_aten.embedding.default, _aten.gather.default, _aten.index.Tensor})
-"""Operators that read their first input at places that the others hold."""
-
 _MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
 """Operators that are a sum, and a division in each reader."""
 
@@ -121,7 +118,7 @@ class Inlined:
         operators, root = self._operators, self._root.get(value, value)
         if operators[reader].terms > 1 or reader.target is _aten.cat.default:
             return reader, place
-        if reader.target in REARRANGES and not (place and reader.target in _INDEXED):
+        if reader.target in REARRANGES and not (place and reader.target in INDEXED):
             return reader, place
         numel = operators[value].numel
         plain = value is root or (

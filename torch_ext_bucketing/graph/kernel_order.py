@@ -22,7 +22,7 @@ import torch.fx as fx
 from .dependencies import Precedence
 from .fusion import Fused
 from .liveness import Storages, is_read_by_fused
-from .nodes import is_plain_view, is_view
+from .nodes import is_plain_view, is_view, viewed
 from .operators import is_fused
 
 
@@ -86,7 +86,7 @@ class _Order:
         readers: dict[int, list[int]] = {}
         for first, buffers in self._kernels.reads.items():
             kernel = self._row[first], *self._parts.get(self._row[first], ())
-            for value in dict.fromkeys(map(_viewed, buffers)):
+            for value in dict.fromkeys(map(viewed, buffers)):
                 if value in self._row and self._is_freed(value) and is_read_by_fused(value):
                     readers.setdefault(self._row[value], []).extend(kernel)
         times = dict[int, float]()
@@ -129,9 +129,3 @@ class _Order:
     def _move(self, places: Iterable[int]) -> bool:
         """Return whether all nodes are parts of kernels, or run none."""
         return all(is_fused(n) or is_plain_view(n) for n in (self._nodes[i] for i in places))
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    while is_plain_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node

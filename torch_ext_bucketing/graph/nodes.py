@@ -451,6 +451,13 @@ def is_plain_view(node: fx.Node) -> bool:
     return is_view(node) and launched_by(node) is None
 
 
+def viewed(node: fx.Node) -> fx.Node:
+    """Return the node whose value ``node`` shows; other nodes show their own."""
+    while is_plain_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def launched_by(wait: fx.Node) -> fx.Node | None:
     """Return the collective or the copy that ``wait`` waits for; None for other nodes."""
     start = wait.args[0] if is_host_wait(wait) else started_by(wait)

@@ -28,6 +28,8 @@ REARRANGES = frozenset(
     }
 )
 """Operators that read other elements than those at the place that they write."""
+INDEXED = frozenset({_aten.embedding.default, _aten.gather.default, _aten.index.Tensor})
+"""Those of them that read their first input at places that the others hold."""
 CASTS = frozenset({_aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 """Operators that cast to another dtype."""
 _CONSTANTS = frozenset({_aten.full.default, _aten.scalar_tensor.default})
@@ -76,8 +78,8 @@ class Operator(NamedTuple):
     numel: int  # elements of the result, by its bytes: sizes may depend on data
     several: bool  # whether there are several results
     operations: int  # those of an element, as Inductor counts them
-    constants: tuple[Any, ...]
-    terms: int  # elements that a reduction reads for one of its result
+    constants: tuple[Any, ...]  # numbers that the operations read
+    terms: int  # elements that a reduction reads for each of its results
 
 
 class Operators(dict[fx.Node, Operator]):

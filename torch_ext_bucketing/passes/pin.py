@@ -48,11 +48,11 @@ from ..graph.nodes import (
     is_collective,
     is_compute,
     is_number,
-    is_plain_view,
     is_view,
     launched_by,
+    viewed,
 )
-from ..graph.operators import adds_to_larger, is_fused, is_reduction
+from ..graph.operators import adds_to_larger, is_fused, is_reduction, read_once
 
 
 def pin_order(graph: fx.Graph) -> int:
@@ -87,19 +87,11 @@ def pin_order(graph: fx.Graph) -> int:
         if in_order:
             pinned.append(node)
             after[node] = len(pinned)
-    calls = (node for node in earlier if not is_fused(node))
-    write_once(filter(None, (_shared(a) for node in calls for a in node.all_input_nodes)))
+    read = (n for node in earlier if not is_fused(node) for n in node.all_input_nodes)
+    shared = (viewed(n) for n in read if read_once(n) is None)
+    write_once(n for n in shared if is_fused(n) and not is_reduction(n))
     run_after(graph, earlier)
     return len(earlier)
-
-
-def _shared(value: fx.Node) -> fx.Node | None:
-    """Return the elementwise value that a node shows or is, if several nodes read it."""
-    shared = len(value.users) > 1
-    while is_plain_view(value) and value.all_input_nodes:
-        value = value.all_input_nodes[0]
-        shared = shared or len(value.users) > 1
-    return value if shared and is_fused(value) and not is_reduction(value) else None
 
 
 class _LastReads:
