@@ -1,6 +1,5 @@
 """Check graphs of real width and few layers, traced and loaded from disk."""
 
-import importlib.util
 import itertools
 import pickle
 import warnings
@@ -19,6 +18,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+from torch_features import HAS_CUDA
 
 from benchmarks import graphs, parallel, titan, tracing
 from benchmarks.graphs import NAMES, count, load, main
@@ -392,7 +392,6 @@ def test_command_line_lists(capsys):
     assert "nothing matches llama4; there are llama3_8b_fsdp64.forward" in capsys.readouterr().err
 
 
-HAS_CUDA = bool(torch.version.cuda) and importlib.util.find_spec("triton") is not None
 COMPILES = {
     "cpu": ("cpu", {}),
     # A partition ends at each reduction; Inductor reorders to have fewer, beside all that it does

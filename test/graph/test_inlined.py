@@ -1,6 +1,5 @@
 """Compare counts of values that are computed inside their readers with Inductor's."""
 
-import importlib.util
 from unittest import mock
 
 import pytest
@@ -11,13 +10,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch_features import HAS_CUDA
 
 from torch_ext_bucketing._torch.inductor import CustomGraphPass
 from torch_ext_bucketing.graph import fusion
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.inlined import Inlined
-
-HAS_CUDA = bool(torch.version.cuda) and importlib.util.find_spec("triton") is not None
 
 
 def rotary(x, y):

@@ -1,5 +1,7 @@
 """Features that not every supported torch has."""
 
+import importlib.util
+
 import pytest
 import torch
 import torch.compiler.config
@@ -9,6 +11,9 @@ from torch._inductor.fx_passes import fsdp
 
 CONFIG = torch.compiler.config if torch.__version__ >= "2.14" else torch.distributed.config
 """The config module with ``compile_on_one_rank``."""
+
+HAS_CUDA = bool(torch.version.cuda) and importlib.util.find_spec("triton") is not None
+"""Whether Inductor compiles for fake CUDA, which needs no card."""
 
 HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
 needs_pre_bucketing = pytest.mark.skipif(
