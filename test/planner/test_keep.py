@@ -826,10 +826,6 @@ def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
         assert all(o.peak_bytes <= bound for bound, o in curve)
         assert curve[-1][1].step_ms == planner.scheduled(planner.candidates, peaks[-1]).step_ms
         shorter += steps[-1] < steps[0]
-        _, told = planner.report(peaks[-1], more=peaks[-1] - peaks[1])
-        assert told.less_ms >= curve[1][1].step_ms - steps[-1] - 1e-9
-        _, told = planner.report(peaks[-1], more=peaks[-1] - peaks[0] // 2)
-        assert told.less_ms is None
     assert shorter >= len(seeds) / 2
 
 

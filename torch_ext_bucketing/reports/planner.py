@@ -233,8 +233,6 @@ class KeepReport(Report):
     unknown: tuple[tuple[str, int], ...] = ()
     next_ms: float = 0.0  # time that one more GiB would save, by keeping ``next_units``, too
     next_units: tuple[str, ...] = ()
-    # Time that one GiB less would cost; None: no choice found keeps that bound.
-    less_ms: float | None = None
     # Bound in bytes, step in ms, peak in bytes and number of units kept; on request.
     curve: tuple[tuple[int, float, int, int], ...] = ()
     tried: int = 0  # number of choices that were scheduled
@@ -288,9 +286,6 @@ class KeepReport(Report):
         if not all(u.kept or u.part for u in self.units):
             by_keeping = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
             yield f"  one GiB more would save {self.next_ms:.2f} ms{by_keeping}"
-        if kept_units:
-            less = "be too little" if self.less_ms is None else f"cost {self.less_ms:.2f} ms"
-            yield f"  one GiB less would {less}"
         if self.units:
             rows = table(UNIT, self.shown, join="unit")
             yield from (f"  {line}" for line in rows)

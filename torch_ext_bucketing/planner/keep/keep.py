@@ -506,33 +506,24 @@ class KeepPlanner:
 
     # --- the report ------------------------------------------------------------------------------
 
-    def report(
-        self, limit: int, curve: bool = False, more: int = _GIB
-    ) -> tuple[Outcome, KeepReport]:
+    def report(self, limit: int, curve: bool = False) -> tuple[Outcome, KeepReport]:
         """Choose for a bound in bytes, and report the choice.
 
         ``curve`` adds the choices for the bounds of :data:`CURVE`. The report has the time that
-        ``more`` bytes would save, and as many fewer would cost.
+        one more GiB would save.
         """
         clock = time.perf_counter()
         before = self.tried
         nothing = self.scheduled((), limit)
         chosen = self.choose(limit)
         kept = chosen.kept
-        larger = limit + more
+        larger = limit + _GIB
         with paused_gc():
             next_kept = self._distinct(self._fitting(larger, self._ranked, kept))
             next_ms = 0.0
             if next_kept != kept:
                 then = self.scheduled(next_kept, larger, chosen.parked, chosen.step_ms)
                 next_ms = max(0.0, chosen.step_ms - then.step_ms)
-            less_ms = None
-            if kept and limit > more:
-                room = limit - more
-                tried = (self._fitting(room, self._ranked), frozenset[int]())
-                smaller = (self.scheduled(less, room, chosen.parked) for less in tried)
-                then_ms = next((one.step_ms for one in smaller if not one.above), None)
-                less_ms = None if then_ms is None else max(0.0, then_ms - chosen.step_ms)
             units = units_of(kept, self._kinds, self._held, self._backward_ms)
         more_kept = sorted(next_kept - kept) if next_ms > 0.0 else ()
         drawn = self.curve() if curve else ()
@@ -545,7 +536,6 @@ class KeepPlanner:
             unread=tuple(u.name for u in self._keepables if not u.held),
             next_ms=next_ms,
             next_units=tuple(self._keepables[k].name for k in more_kept),
-            less_ms=less_ms,
             curve=tuple((b, o.step_ms, o.peak_bytes, len(o.kept)) for b, o in drawn),
             tried=self.tried - before,
             host_bound_bytes=self._host_bytes,
