@@ -152,6 +152,7 @@ class PartitionedModel:
                 if s in made_in_forward and joint.liveness.size[s]:
                     self._could_park.setdefault(s, node)
         self._stay: dict[frozenset[int], Stay] = {}
+        self._last: tuple[Stay, list[int], Model] | None = None  # see _backward_of()
         self.keepables = keepables
         held = zip(keepables, self._held(), strict=True)
         self.keepables = [self._with_bytes(one, held_storages) for one, held_storages in held]
@@ -322,10 +323,7 @@ class PartitionedModel:
         """Return a half for a choice, without fused kernels."""
         if not kept:
             return self._halves[number]
-        stay = self.stay(kept)
-        if not number:
-            return self._forward_with(stay)
-        return self._without(self._halves[1], stay)
+        return self._backward_of(kept)[1] if number else self._forward_with(self.stay(kept))
 
     def _forward_with(self, stay: Stay) -> Model:
         """Return forward with the storages that a choice saves."""
@@ -361,7 +359,9 @@ class PartitionedModel:
         The nodes that remain are taken to be as long as with nothing kept: a kernel without a part
         that is kept reads as much as before, but for some hundredths of a percent.
         """
-        return self._without(self.backward, self.stay(kept)).paths.bound_ms
+        places, model = self._backward_of(kept)
+        ms = self.in_place(kept).ms
+        return replace(model, ms=[ms[i] for i in places]).paths.bound_ms
 
     def _late(self, stay: Stay) -> list[int]:
         """Return the remaining places, with recomputed nodes moved to before their first use."""
@@ -382,10 +382,19 @@ class PartitionedModel:
             order += sorted(chain)
         return order
 
-    def _without(self, backward: Model, stay: Stay) -> Model:
+    def _backward_of(self, kept: Collection[int]) -> tuple[list[int], Model]:
+        """Return backward for a choice, without fused kernels, and its places in backward."""
+        stay = self.stay(kept)
+        # Most choices are given up for their least time, others are scheduled right after it.
+        if self._last is None or self._last[0] is not stay:
+            places = self._late(stay)
+            self._last = stay, places, self._without(places, stay)
+        return self._last[1:]
+
+    def _without(self, places: Sequence[int], stay: Stay) -> Model:
         """Return a model of backward without the nodes that recompute a choice."""
-        size, places, changes = backward.liveness.size, self._late(stay), stay.changes()
-        edit = _edit_of(backward, places)
+        backward, changes = self._halves[1], stay.changes()
+        size, edit = backward.liveness.size, _edit_of(backward, places)
         for i in places:
             edit.keep(i, **changes.get(i, {}))
         edit.at_start += sum(size[s] for s in stay.held) - sum(size[s] for s in stay.dropped)
