@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from generated_memory import generated_code, live_of
 from torch._inductor.decomposition import select_decomp_table
@@ -10,13 +11,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_ext_bucketing._torch.inductor import CustomGraphPass, cublas_workspace_bytes
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.graph.kernel_order import kernel_order
 from torch_ext_bucketing.graph.liveness import workspace_bytes, workspace_text
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.policy import Case, PeakMemory
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 
-aten, MIB = torch.ops.aten, 2**20
+aten, c10d, MIB = torch.ops.aten, torch.ops._c10d_functional, 2**20
 ROWS, COLUMNS = 64, 128
 FULL, ROW = 4 * ROWS * COLUMNS, 4 * ROWS
 SQUARE = (ROWS, ROWS), torch.float32
@@ -83,6 +85,26 @@ def test_a_constant_that_is_added_to_is_there_before_the_added_values(rows, earl
     places = {n.name: i for i, n in enumerate(found.dependencies.nodes)}
     assert len(found.liveness.allocates[places["sum_1"]]) == 1 + early
     assert len(found.liveness.allocates[places["index_put"]]) == 1 - early
+
+
+@pytest.mark.parametrize(("rows", "earlier"), [(4 * ROWS, False), (ROWS, True)])
+def test_a_wait_goes_ahead_of_a_product_whose_reader_may_run_before_it(two_ranks, rows, earlier):
+    """Inductor doesn't know that the wait frees a bucket; where there is room the wait stays."""
+    group = dist.group.WORLD.group_name
+
+    def fn(x, w, gradient, large):
+        most = aten.sum(aten.mm(large, w))
+        start = c10d.reduce_scatter_tensor(aten.mm(gradient, w), "sum", 2, group)
+        first = aten.mm(x, w)
+        shard = c10d.wait_tensor(start)
+        return shard, most, aten.mm(aten.mul(aten.exp(first), aten.sum(first, [1], True)), w)
+
+    gm = graph_of(fn, SQUARE, SQUARE, SQUARE, ((rows, ROWS), torch.float32))
+    found = GraphAnalysis(gm.graph, fuses=True)
+    order = kernel_order(found.liveness, found.dependencies, found.fused)
+    names = [found.dependencies.nodes[i].name for i in order]
+    assert (names.index("wait_tensor") < names.index("mm_2")) is earlier
+    assert found.dependencies.is_order(order)
 
 
 def block(x, w1, w2, w3):

@@ -10,20 +10,44 @@ Of two orders it takes the one with the lower peak: kernels that alone read a va
 stood, or right after the value, which so is freed early::
 
     wait  mm1  copy1(wait)  mm2(copy1)  copy2(wait)        wait  copy1  copy2  mm1  mm2
+
+It doesn't know that a wait frees a bucket's buffer, and may run the kernels after a wait before it.
+Where these would exceed the peak, the wait goes ahead of a pinned node whose result they read::
+
+    mm  wait  sum(mm)                                      wait  mm  sum(mm)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch.fx as fx
 
 from .dependencies import Precedence
 from .fusion import Fused
-from .liveness import Storages, is_read_by_fused
-from .nodes import is_plain_view, is_view, viewed
-from .operators import is_fused
+from .liveness import LiveBytes, Storages, is_read_by_fused
+from .nodes import (
+    host_stream,
+    is_collective,
+    is_compute,
+    is_plain_view,
+    is_view,
+    launched_by,
+    viewed,
+)
+from .operators import adds_to_larger, is_fused
+
+
+def is_pinned(node: fx.Node) -> bool:
+    """Return whether a node keeps its place among others; see :mod:`.passes.pin`."""
+    return (
+        is_collective(node)
+        or host_stream(node) is not None
+        or launched_by(node) is not None
+        or is_compute(node)
+        or adds_to_larger(node)
+    )
 
 
 def last_readers(
@@ -51,7 +75,8 @@ def kernel_order(live: Storages, dependencies: Precedence, kernels: Fused) -> li
     """
     nodes = _Order(live, dependencies, kernels)
     late = nodes.late()
-    return min(map(nodes.sorted, (late, late | nodes.early())), key=live.peak)
+    orders = map(nodes.sorted, (late, late | nodes.early()))
+    return nodes.waits_first(min(orders, key=live.peak))
 
 
 class _Order:
@@ -110,6 +135,26 @@ class _Order:
                 if j == i or self._move(needed):
                     placed |= dict.fromkeys(sorted(needed))
         return list(placed)
+
+    def waits_first(self, order: Sequence[int]) -> list[int]:
+        """Move waits ahead of pinned nodes where kernels before them would exceed the peak."""
+        live, peak = LiveBytes(self._live), self._live.peak(order)
+        rank = {i: number for number, i in enumerate(order)}
+        earlier: dict[int, list[int]] = {}  # by pinned node, the waits that go ahead of it
+        pinned, waits, freed = -1, list[int](), 0  # the last pinned node, and the waits after it
+        for i in order:
+            before, during = live.now, live.run(i)
+            if launched_by(self._nodes[i]) is not None:
+                if pinned >= 0 and all(rank[j] < rank[pinned] for j in self._needs[i]):
+                    waits.append(i)
+                    freed += before - live.now
+            elif is_pinned(self._nodes[i]):
+                pinned, waits, freed = i, [], 0
+            elif freed > 0 and during + freed > peak:
+                earlier.setdefault(pinned, []).extend(waits)
+                waits, freed = [], 0
+        moved = {i for waits in earlier.values() for i in waits}
+        return [j for i in order if i not in moved for j in (*earlier.get(i, ()), i)]
 
     def _is_freed(self, node: fx.Node) -> bool:
         return self._live.kept.keys().isdisjoint(self._live.of_node[node])

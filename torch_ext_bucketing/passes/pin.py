@@ -40,19 +40,11 @@ import torch.fx as fx
 
 from .._torch.inductor import keep_dense, run_after, write_once
 from ..graph.analysis import GraphAnalysis
-from ..graph.kernel_order import last_readers
+from ..graph.kernel_order import is_pinned, last_readers
 from ..graph.layout import pack_of
 from ..graph.liveness import donated_by_autograd
-from ..graph.nodes import (
-    host_stream,
-    is_collective,
-    is_compute,
-    is_number,
-    is_view,
-    launched_by,
-    viewed,
-)
-from ..graph.operators import adds_to_larger, is_fused, is_reduction, read_once
+from ..graph.nodes import is_collective, is_number, is_view, viewed
+from ..graph.operators import is_fused, is_reduction, read_once
 
 
 def pin_order(graph: fx.Graph) -> int:
@@ -72,9 +64,7 @@ def pin_order(graph: fx.Graph) -> int:
         after[node] = (
             0 if is_number(node) else last(map(after.__getitem__, node.all_input_nodes), default=0)
         )
-        in_order = is_collective(node) or host_stream(node) is not None
-        in_order = in_order or launched_by(node) is not None or is_compute(node)
-        in_order = in_order or adds_to_larger(node)
+        in_order = is_pinned(node)
         if in_order or node in packs:
             first = last_reads.before(node)
             if after[node] < len(pinned):
