@@ -137,7 +137,10 @@ class _Order:
         return list(placed)
 
     def waits_first(self, order: Sequence[int]) -> list[int]:
-        """Move waits ahead of pinned nodes where kernels before them would exceed the peak."""
+        """Move waits ahead of pinned nodes where kernels before them would exceed the peak.
+
+        Kernels that are written late stay after a wait, as they stand before a pinned node.
+        """
         live, peak = LiveBytes(self._live), self._live.peak(order)
         rank = {i: number for number, i in enumerate(order)}
         earlier: dict[int, list[int]] = {}  # by pinned node, the waits that go ahead of it
@@ -150,7 +153,7 @@ class _Order:
                     freed += before - live.now
             elif is_pinned(self._nodes[i]):
                 pinned, waits, freed = i, [], 0
-            elif freed > 0 and during + freed > peak:
+            elif freed > 0 and during + freed > peak and self._nodes[i] not in self._kernels.late:
                 earlier.setdefault(pinned, []).extend(waits)
                 waits, freed = [], 0
         moved = {i for waits in earlier.values() for i in waits}

@@ -159,7 +159,7 @@ def _in_its_order(
     made: ScheduleReport,
     first: ScheduleReport | None = None,
 ) -> ScheduleReport:
-    """Return the report of ``made`` with the bytes that its kernels take in ``order``.
+    """Return the report of ``made`` with the times and bytes of its kernels in ``order``.
 
     ``first`` is the report of the graph's former order, if ``made`` is another one's.
     """
@@ -169,8 +169,8 @@ def _in_its_order(
     bounds = tuple(p.report(case, reached) for p in policies)
     return replace(
         made,
-        step_ms=(earlier.step_ms[0], made.step_ms[1]),
-        exposed_ms=(earlier.exposed_ms[0], made.exposed_ms[1]),
+        step_ms=(earlier.step_ms[0], reached.step_ms),
+        exposed_ms=(earlier.exposed_ms[0], reached.exposed_ms),
         peak_bytes=(earlier.peak_bytes[0], reached.peak_bytes),
         longest_run=(earlier.longest_run[0], made.longest_run[1]),
         largest=model.largest,
