@@ -226,6 +226,8 @@ class PartitionedModel:
 
     def distinct(self, kept: Collection[int]) -> frozenset[int]:
         """Drop the parts of parameters that are kept whole."""
+        if not self.parts:
+            return frozenset(kept)
         return frozenset(k for k in kept if self.keepables[k].whole not in kept)
 
     def stay(self, kept: Collection[int]) -> Stay:
