@@ -352,7 +352,7 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
     order = made.run()
     changes: list[dict[str, Any]] = [{"window": w, "fill": 8} for w in (0, 1, 2, 4)]
     changes += [{"depth": 2}, {"deadlines": False}, {"limit_bytes": None}, {"max_run": None}]
-    changes += [{"hold": False}]
+    changes += [{"hold": False}, {"room_for_open": False}]
     for change in changes:
         other = replace(options, **change)
         if made.as_with(other):
@@ -360,6 +360,25 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
     step = Timeline.of(model, order).step_ms
     early = ListScheduler(model, options, shorter * step).run()
     assert early == order or (early is None and shorter < 1)
+
+
+@pytest.mark.parametrize(
+    ("seed", "ratio", "for_all"),
+    [(32, 1.1, True), (42, 1.1, True), (44, 1.0, True), (31, 1.0, False), (59, 1.1, False)],
+)
+def test_gathers_go_ahead_by_the_rule_of_room_with_the_shorter_step(seed, ratio, for_all):
+    model = model_of(random_training(seed).graph, replace(machine(1.0), kernel_ms=0.5))
+    limit = int(ratio * Timeline.of(model).peak_bytes)
+    orders = [
+        Timeline.of(model, list_schedule(model, Options(limit_bytes=limit, room_for_open=each)))
+        for each in (True, False)
+    ]
+    assert orders[for_all].step_ms < orders[not for_all].step_ms
+    assert orders[for_all].peak_bytes <= limit
+    policies = [Overlap(), PeakMemory(gib=limit / 2**30)]
+    report = schedule_model(model, policies, None, quick=True).report
+    assert report.step_ms[1] <= orders[for_all].step_ms
+    assert report.peak_bytes[1] <= limit
 
 
 def of_two_groups(model: Model, slower: float = 1.0) -> Model:

@@ -356,6 +356,7 @@ class ModelAnalysis:
         fillers: lazy nodes that take time and need no collective, in the order of their use.
         latest: by place of a gather, when it must begin; see :func:`latest_starts`.
         most: by number, the most bytes live from the kernel until the next one.
+        live: by number, the bytes live before the kernel.
         changes: by place, live bytes after the node less those before it.
         missing, available, ready, produced: in-degrees, lazy nodes and starts, kernels, and starts
             of computed values, before any node has run.
@@ -404,6 +405,8 @@ class ModelAnalysis:
         self.fillers = sorted(fillers, key=self.first_use.__getitem__)
         self.latest = self._latest_starts(model)
         self.most, self.changes = self._live_at_kernels(model)
+        live = [*itertools.accumulate(self.changes, initial=model.liveness.at_start)]
+        self.live = [live[i] for i in kernels]
 
     def _sort(self, model: NodeTable) -> None:
         """Find the nodes that need no kernel, and the lazy ones."""

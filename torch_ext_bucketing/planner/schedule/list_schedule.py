@@ -81,9 +81,10 @@ class ListScheduler:
         self.unwaited: list[int] = []  # all collectives without their wait, and some others
         self.wait_of = analysis.wait_of
         self.live = LiveBytes(model.liveness)
-        # In the order of the graph, with the nodes done: live bytes, and by number of a kernel the
-        # most bytes until the next one.
+        # In the order of the graph: live bytes before the next kernel, and by number of a kernel the
+        # most bytes until the next one; with ``follow`` those where the nodes done have run.
         self.graph_bytes, self.most = model.liveness.at_start, list(analysis.most)
+        self.follow = options.limit_bytes is not None and options.room_for_open
         self.freed_by_waits = 0  # live bytes that only open waits keep
         self.freed: dict[int, int] = {}
         self.kernels_ms = 0.0  # of the kernels in the order
@@ -110,6 +111,8 @@ class ListScheduler:
         while True:
             while self.head < len(kernels) and self.done[kernels[self.head]]:
                 self.head += 1
+            if not self.follow and self.head < len(kernels):
+                self.graph_bytes = self.analysis.live[self.head]
             self._launch_produced()
             if self.head == len(kernels):
                 break
@@ -152,6 +155,7 @@ class ListScheduler:
             and (own.limit_bytes == other.limit_bytes or roomier)
             and (own.max_run == other.max_run or longer)
             and (own.max_prefetch, own.under) == (other.max_prefetch, other.under)
+            and own.room_for_open == other.room_for_open
         )
 
     # --- emission --------------------------------------------------------------------------------
@@ -191,12 +195,13 @@ class ListScheduler:
             self.run_length += 1
             self.wanted.discard(i)
         number, change = analysis.number_of[i], analysis.changes[i]
-        if change and self.options.limit_bytes is not None:
+        if change and self.follow:
             self.graph_bytes += change
             for earlier in range(self.head, bisect.bisect_left(analysis.kernels, i)):
                 self.most[earlier] += change
         if number >= 0:
-            self.most[number] = 0
+            if self.follow:
+                self.most[number] = 0
             ready_place = bisect.bisect_left(self.ready, number)
             if ready_place < len(self.ready) and self.ready[ready_place] == number:
                 self.ready.pop(ready_place)

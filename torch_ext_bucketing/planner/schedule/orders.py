@@ -238,9 +238,13 @@ class _Orders:
             options = self._bounds.ask(free)
             if self._bounds.unbounded:
                 options = replace(options, limit_bytes=self._bounds.limit_bytes)
-            tried = self._make(name, self._least.allowed(options), free)
-            if tried is not None:
-                self.tries.append(tried)
+            allowed = self._least.allowed(options)
+            tries = [self._make(name, allowed, free)]
+            if not allowed.window and any(made.short for made, _ in self._passes):
+                # In the graph's order of kernels either rule of room may have the shorter step.
+                allowed = replace(allowed, room_for_open=False)
+                tries.append(self._make(f"{name}, room for all", allowed, free))
+            self.tries += filter(None, tries)
 
     def _make(self, name: str, options: Options, free: Options) -> _Try | None:
         """Make an order, unless it can't be better than the best one so far."""

@@ -59,6 +59,9 @@ class Options:
     # Whether a kernel is held back while one with a longer path waits, if the path would be
     # delayed.
     hold: bool = True
+    # Whether nodes that go ahead leave room for the open ones of those that the graph has before
+    # them, or for all of these, as if none had gone ahead.
+    room_for_open: bool = True
     max_run: int | None = None  # most compute nodes between two reduce-scatters; None: no bound
     # The place of the kernel to launch a gather right before, by the gather's place.
     under: Mapping[int, int] = field(default_factory=dict, hash=False)
