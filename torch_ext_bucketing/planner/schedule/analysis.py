@@ -405,8 +405,8 @@ class ModelAnalysis:
         self.fillers = sorted(fillers, key=self.first_use.__getitem__)
         self.latest = self._latest_starts(model)
         self.most, self.changes = self._live_at_kernels(model)
-        live = [*itertools.accumulate(self.changes, initial=model.liveness.at_start)]
-        self.live = [live[i] for i in kernels]
+        before = [*itertools.accumulate(self.changes, initial=live.at_start)]
+        self.live = [before[i] for i in kernels]
 
     def _sort(self, model: NodeTable) -> None:
         """Find the nodes that need no kernel, and the lazy ones."""

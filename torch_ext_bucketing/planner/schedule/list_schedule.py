@@ -81,8 +81,8 @@ class ListScheduler:
         self.unwaited: list[int] = []  # all collectives without their wait, and some others
         self.wait_of = analysis.wait_of
         self.live = LiveBytes(model.liveness)
-        # In the order of the graph: live bytes before the next kernel, and by number of a kernel the
-        # most bytes until the next one; with ``follow`` those where the nodes done have run.
+        # In the order of the graph: live bytes before the next kernel, and by number of a kernel
+        # the most bytes until the next one; with ``follow`` those with the nodes done.
         self.graph_bytes, self.most = model.liveness.at_start, list(analysis.most)
         self.follow = options.limit_bytes is not None and options.room_for_open
         self.freed_by_waits = 0  # live bytes that only open waits keep
