@@ -91,7 +91,12 @@ def _open(model: Any) -> list[int]:
     return list_schedule.list_schedule(model, replace(options, deadlines=False))
 
 
+def _one_rule(self: Any, name: str, options: policy.Options, free: policy.Options) -> Any:
+    return _make(self, name, options, free) if options.room_for_open else None
+
+
 _Search, _Orders, _LeastPeak = cap_search._Search, orders._Orders, orders._LeastPeak
+_make = _Orders._make
 MECHANISMS: Mapping[str, Mechanism] = {
     "caps between rungs": Mechanism(
         (_Search._try_between,), ((_Search, "_try_between", lambda self, ladder: None),)
@@ -112,6 +117,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         (list_schedule.sooner_ms,), ((list_schedule, "sooner_ms", lambda *sends: 0.0),)
     ),
     "all but two orders": Mechanism((), ((policy.Overlap, "candidates", _few),)),
+    "either rule of room": Mechanism((), ((_Orders, "_make", _one_rule),), keeps=True),
     "least peaks": Mechanism(
         (_LeastPeak,),
         (
@@ -315,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             planned = partial(order_chunks, analysis, names)
             results = compare(args.without, False, lambda: plan(analysis, planned))  # noqa: B023
             show(name, results)
-    machine = job_machine()
+    machine = job_machine().for_backend(fuses=True)
     for layers in map(int, filter(None, args.keep.split(","))):
         for name in args.kept:
             sharded = Sharded(name, layers)
