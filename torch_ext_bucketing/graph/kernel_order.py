@@ -12,7 +12,7 @@ stood, or right after the value, which so is freed early::
     wait  mm1  copy1(wait)  mm2(copy1)  copy2(wait)        wait  copy1  copy2  mm1  mm2
 
 It doesn't know that a wait frees a bucket's buffer, and may run the kernels after a wait before it.
-Where these would exceed the peak, the wait goes ahead of a pinned node whose result they read::
+Where these would exceed the peak, the wait goes ahead of the product that they read::
 
     mm  wait  sum(mm)                                      wait  mm  sum(mm)
 """
@@ -137,25 +137,27 @@ class _Order:
         return list(placed)
 
     def waits_first(self, order: Sequence[int]) -> list[int]:
-        """Move waits ahead of pinned nodes where kernels before them would exceed the peak.
+        """Move waits ahead of pinned kernels whose readers would exceed the peak before them.
 
-        Kernels that are written late stay after a wait, as they stand before a pinned node.
+        Readers that are written late stay after a wait, as they stand before a pinned node.
         """
         live, peak = LiveBytes(self._live), self._live.peak(order)
         rank = {i: number for number, i in enumerate(order)}
-        earlier: dict[int, list[int]] = {}  # by pinned node, the waits that go ahead of it
-        pinned, waits, freed = -1, list[int](), 0  # the last pinned node, and the waits after it
+        earlier: dict[int, list[int]] = {}  # by pinned kernel, the waits that go ahead of it
+        pinned, waits, freed = -1, list[int](), 0  # the last pinned kernel, and the waits after it
         for i in order:
-            before, during = live.now, live.run(i)
-            if launched_by(self._nodes[i]) is not None:
+            node, before, during = self._nodes[i], live.now, live.run(i)
+            if launched_by(node) is not None:
                 if pinned >= 0 and all(rank[j] < rank[pinned] for j in self._needs[i]):
                     waits.append(i)
                     freed += before - live.now
-            elif is_pinned(self._nodes[i]):
+            elif is_compute(node) or adds_to_larger(node):
                 pinned, waits, freed = i, [], 0
-            elif freed > 0 and during + freed > peak and self._nodes[i] not in self._kernels.late:
-                earlier.setdefault(pinned, []).extend(waits)
-                waits, freed = [], 0
+            elif freed > 0 and during + freed > peak and node not in self._kernels.late:
+                placed = order[: rank[pinned]]
+                if not is_pinned(node) and pinned in self._needed([i], {*placed}):
+                    earlier.setdefault(pinned, []).extend(waits)
+                    waits, freed = [], 0
         moved = {i for waits in earlier.values() for i in waits}
         return [j for i in order if i not in moved for j in (*earlier.get(i, ()), i)]
 
