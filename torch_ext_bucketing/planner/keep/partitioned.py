@@ -226,9 +226,8 @@ class PartitionedModel:
 
     def distinct(self, kept: Collection[int]) -> frozenset[int]:
         """Drop the parts of parameters that are kept whole."""
-        if not self.parts:
-            return frozenset(kept)
-        return frozenset(k for k in kept if self.keepables[k].whole not in kept)
+        gone = (k for k in self.parts if self.keepables[k].whole in kept)
+        return frozenset(kept).difference(gone)
 
     def stay(self, kept: Collection[int]) -> Stay:
         """Return the nodes and storages that a choice leaves in backward."""
