@@ -92,6 +92,7 @@ def _open(model: Any) -> list[int]:
 
 
 def _one_rule(self: Any, name: str, options: policy.Options, free: policy.Options) -> Any:
+    """Make no order whose nodes leave room as if none had gone ahead."""
     return _make(self, name, options, free) if options.room_for_open else None
 
 

@@ -87,8 +87,13 @@ def test_a_constant_that_is_added_to_is_there_before_the_added_values(rows, earl
     assert len(found.liveness.allocates[places["index_put"]]) == 1 - early
 
 
-@pytest.mark.parametrize(("rows", "earlier"), [(4 * ROWS, False), (ROWS, True)])
-def test_a_wait_goes_ahead_of_a_product_whose_reader_may_run_before_it(two_ranks, rows, earlier):
+@pytest.mark.parametrize(
+    ("rows", "reads", "earlier"),
+    [(ROWS, True, True), (16 * ROWS, True, False), (ROWS, False, False)],
+)
+def test_a_wait_goes_ahead_of_a_product_whose_reader_may_run_before_it(
+    two_ranks, rows, reads, earlier
+):
     """Inductor doesn't know that the wait frees a bucket; where there is room the wait stays."""
     group = dist.group.WORLD.group_name
 
@@ -97,9 +102,12 @@ def test_a_wait_goes_ahead_of_a_product_whose_reader_may_run_before_it(two_ranks
         start = c10d.reduce_scatter_tensor(aten.mm(gradient, w), "sum", 2, group)
         first = aten.mm(x, w)
         shard = c10d.wait_tensor(start)
-        return shard, most, aten.mm(aten.mul(aten.exp(first), aten.sum(first, [1], True)), w)
+        read = first if reads else x
+        scaled = aten.mul(aten.exp(read), aten.sum(read, [1], True))
+        return shard, most, aten.mm(scaled, w), *(() if reads else (first,))
 
-    gm = graph_of(fn, SQUARE, SQUARE, SQUARE, ((rows, ROWS), torch.float32))
+    more = (((n, ROWS), torch.float32) for n in (4 * ROWS, rows))
+    gm = graph_of(fn, SQUARE, SQUARE, *more)
     found = GraphAnalysis(gm.graph, fuses=True)
     order = kernel_order(found.liveness, found.dependencies, found.fused)
     names = [found.dependencies.nodes[i].name for i in order]

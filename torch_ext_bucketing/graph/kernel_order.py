@@ -137,9 +137,9 @@ class _Order:
         return list(placed)
 
     def waits_first(self, order: Sequence[int]) -> list[int]:
-        """Move waits ahead of pinned kernels whose readers would exceed the peak before them.
+        """Move a wait ahead of a pinned kernel if a reader of it, run before the wait, has no room.
 
-        Readers that are written late stay after a wait, as they stand before a pinned node.
+        A reader that is written late stays after the wait, as it stands before a pinned node.
         """
         live, peak = LiveBytes(self._live), self._live.peak(order)
         rank = {i: number for number, i in enumerate(order)}
@@ -154,8 +154,8 @@ class _Order:
             elif is_compute(node) or adds_to_larger(node):
                 pinned, waits, freed = i, [], 0
             elif freed > 0 and during + freed > peak and node not in self._kernels.late:
-                placed = order[: rank[pinned]]
-                if not is_pinned(node) and pinned in self._needed([i], {*placed}):
+                before_pinned = {*order[: rank[pinned]]}
+                if not is_pinned(node) and pinned in self._needed([i], before_pinned):
                     earlier.setdefault(pinned, []).extend(waits)
                     waits, freed = [], 0
         moved = {i for waits in earlier.values() for i in waits}
