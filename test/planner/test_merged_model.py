@@ -31,7 +31,7 @@ from torch_ext_bucketing.planner.schedule.merged_model import merged_model
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.orders import schedule_model
 from torch_ext_bucketing.planner.schedule.policy import Case, MaxComputeRun, Overlap, PeakMemory
-from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.schedule.timeline import Timeline, step_ms
 
 # Kernel times grow with bytes, however few. Launches take next to nothing, each its own time.
 SLOW = Machine(
@@ -50,7 +50,7 @@ def world():
 def both(graph: fx.Graph, plan: MergePlan, machine: Machine = SLOW) -> tuple[Model, Model]:
     """Merge a graph; return the planned model and the model of the merged graph."""
     costs = Costs(machine)
-    planned = merged_model(model_of(graph, costs).without_views(), plan.buckets, costs)
+    planned = merged_model(model_of(graph, costs).compact, plan.buckets, costs)
     assert planned is not None
     merge_buckets(GraphAnalysis(graph), plan)
     return planned, model_of(graph, costs)
@@ -157,7 +157,7 @@ def test_no_order_depends_on_views(traced, stage):
     costs, bound = Costs(), PeakMemory(ratio=1.1)
     plan = ByCap(0.3, kinds=("all_gather", "reduce_scatter")).plan(GraphAnalysis(graph))
     viewed = model_of(graph, costs)
-    alone = [merged_model(m, plan.buckets, costs) for m in (viewed, viewed.without_views())]
+    alone = [merged_model(m, plan.buckets, costs) for m in (viewed, viewed.compact)]
     assert len(alone[1]) < 0.8 * len(alone[0])
     check_is_model(alone[1])
     found = []
@@ -169,6 +169,32 @@ def test_no_order_depends_on_views(traced, stage):
         found.append([(line.step_ms, line.peak_bytes) for line in lines])
     assert found[0] == found[1]
     assert len(set(found[0])) > 1
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_nodes_that_run_nothing_follow_their_readers(traced, stage, fuses):
+    analysis = GraphAnalysis(copy.deepcopy(traced[stage]).graph, fuses=fuses)
+    model = model_of(analysis, replace(SLOW, fuses=fuses))
+    compact, nodes = model.compact, model.dependencies.nodes
+    assert len(compact) < (0.6 if fuses else 0.8) * len(model)
+    check_is_model(compact)
+    assert compact.compact is compact
+    assert compact.paths.bound_ms == model.paths.bound_ms
+    found = set()
+    for _, options in Overlap().candidates(Case(compact, Timeline.of(compact), 0), quick=False):
+        order = list_schedule(compact, options)
+        whole = model.expanded(order)
+        assert model.dependencies.is_order(whole)
+        kept = [compact.dependencies.nodes[i] for i in order]
+        assert [n for n in (nodes[i] for i in whole) if n in {*kept}] == kept
+        line = Timeline.of(compact, order)
+        assert step_ms(model, whole) == line.step_ms
+        assert model.liveness.peak(whole) == line.peak_bytes
+        found.add(tuple(whole))
+    assert len(found) > 1
+    # The graph's own order stays, node by node.
+    assert list(model.expanded(range(len(compact)))) == list(range(len(model)))
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])

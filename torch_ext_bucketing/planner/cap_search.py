@@ -444,8 +444,8 @@ class _Search:
 
     @cached_property
     def _model(self) -> Model:
-        """Model of the graph before merging, without views, which take a third of the search."""
-        return model_of(self._analysis, self._costs).without_views()
+        """Model of the graph before merging, without nodes that run nothing, which are most."""
+        return model_of(self._analysis, self._costs).compact
 
     def _merged(self, plan: MergePlan) -> Model:
         members = tuple(b.members for b in plan.buckets)

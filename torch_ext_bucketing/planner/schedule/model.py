@@ -121,32 +121,62 @@ class Model(NodeTable):
         timed = zip(self.group, self.ms, strict=True)
         return replace(self, ms=[ms if group is None else times * ms for group, ms in timed])
 
-    def without_views(self) -> Model:
-        """Let the users of views need the views' inputs; times and live bytes stay.
+    @property
+    def compact(self) -> Model:
+        """The model without nodes that run no kernel and hold no bytes of their own.
 
-        Views that a collective reads stay, and those whose users don't keep their storages live::
+        Views are such nodes, and values that fused kernels compute inside their readers. Their
+        users need what they need; times and live bytes stay. Those that a collective reads stay,
+        and those whose users don't keep their storages live::
 
             mm -> t -> view -> mm        mm -> mm
         """
-        needed_by, live, edit = self.dependencies.needed_by, self.liveness, ModelEdit(self)
-        instead: dict[int, list[int]] = {}
+        return self._compact[0] or self
+
+    def expanded(self, order: Sequence[int]) -> Sequence[int]:
+        """Return the order of all nodes for one of :attr:`compact`.
+
+        Nodes that are not in :attr:`compact` run right before their first user, and the model's
+        own order stays.
+        """
+        compact, new_place = self._compact
+        if compact is None or list(order) == list(range(len(compact))):
+            return order if compact is None else range(len(self))
+        rank = [0] * len(compact)
+        for k, i in enumerate(order):
+            rank[i] = k
+        runs_with = [rank[i] if i >= 0 else len(order) for i in new_place]
+        for i in reversed(range(len(self))):
+            if new_place[i] < 0:
+                runs_with[i] = min(runs_with[j] for j in self.dependencies.needed_by[i])
+        return sorted(range(len(self)), key=runs_with.__getitem__)
+
+    @cached_property
+    def _compact(self) -> tuple[Model | None, list[int]]:
+        """:attr:`compact`, None if no node goes, with the new places of nodes; -1: not in it."""
+        edit, instead = ModelEdit(self), dict[int, list[int]]()
         for i, needed in enumerate(self.needed_values):
             needs = list(
                 dict.fromkeys(k for j in needed for k in instead.get(j, (edit.new_place[j],)))
             )
-            users, touched = needed_by[i], set(live.touches[i])
-            if (
-                self.view[i]
-                and users
-                and self.start_of[i] < 0
-                and not live.allocates[i]
-                and all(self.group[j] is None for j in (*needed, *users))
-                and all(touched.issubset(live.touches[j]) for j in users)
-            ):
+            if self._may_go(i):
                 instead[i] = needs
             else:
                 edit.keep(i, needs=needs)
-        return edit.model()
+        return edit.model() if instead else None, edit.new_place
+
+    def _may_go(self, i: int) -> bool:
+        """Return whether :attr:`compact` does without node ``i``."""
+        users, live, size = self.dependencies.needed_by[i], self.liveness, self.liveness.size
+        runs = self.ms[i] or self.host[i] or self.compute[i]
+        if not users or self.group[i] is not None or self.start_of[i] >= 0:
+            return False
+        if (runs and not self.view[i]) or any(size[s] for s in live.allocates[i]):
+            return False
+        touched = [s for s in live.touches[i] if size[s]]
+        return all(self.group[j] is None for j in (*self.needed_values[i], *users)) and all(
+            s in live.touches[j] for s in touched for j in users
+        )
 
 
 class Row(NamedTuple):

@@ -6,7 +6,8 @@ least. A faster order that exceeds the bound on memory is made again under lower
 Where the bound on memory is out of reach, the least peak takes its place (:class:`_LeastPeak`). The
 model's own order is always a candidate, so the estimate never gets worse. Of orders with equal
 steps, one made for slower communication is taken, unless it needs more memory: it loses less where
-times are wrong.
+times are wrong. Orders are made of the nodes that run a kernel or hold bytes
+(:attr:`.Model.compact`), a third of them where kernels are fused; the others follow their readers.
 """
 
 from __future__ import annotations
@@ -129,18 +130,21 @@ def schedule_within(
             own does; 0: none is known.
     """
     clock = time.perf_counter()
-    bounds = Bounds(model, policy, reference_bytes)
-    orders = _Orders(at_most_ms, model, bounds, quick, final, least_bytes)
+    compact = model.compact
+    bounds = Bounds(compact, policy, reference_bytes)
+    orders = _Orders(at_most_ms, compact, bounds, quick, final, least_bytes)
     best = orders.best_of(like, near, at_most_misses)
     if best is not None and final and not quick:
         best = orders.improved(best, like)
     if best is None or best.timeline.step_ms > at_most_ms:
         return None
+    order = model.expanded(best.timeline.order)
+    names = tuple(model.dependencies.nodes[i].name for i in order)
     report = orders.report(best)
     fastest = min((t for t in orders.tries if t.free is not None), key=_rank, default=None)
     sort = None if fastest is None or fastest.free is None else fastest.free.sort
-    report = replace(report, seconds=time.perf_counter() - clock)
-    return Scheduled(report, best.timeline.order, sort)
+    report = replace(report, order=names, seconds=time.perf_counter() - clock)
+    return Scheduled(report, order, sort)
 
 
 class _Orders:
@@ -351,7 +355,6 @@ class _Orders:
             notes=tuple(note for p in policies for note in p.notes(case)),
             largest=model.largest,
             warnings=(*hints.problems, *(b.warning for b in reports if b.warning)),
-            order=tuple(model.dependencies.nodes[i].name for i in reached.order),
             size_hints=hints.to_text(),
         )
 
