@@ -122,7 +122,8 @@ class PartitionedModel:
         self._split = split = _Split(graph, joint, again, costs)
         both = split.forward_model(), split.backward_model()
         planner = planner or ByUnit(units)
-        self.forward, backward = (_merged(m, planner, costs, rank_order) for m in both)
+        # Buckets are planned by nodes' arguments. After that the views can go.
+        self.forward, backward = (_merged(m, planner, costs, rank_order).compact for m in both)
         self.backward = backward
         self._owners: dict[fx.Node, set[int]] = {}
         for k, one in enumerate(keepables):
