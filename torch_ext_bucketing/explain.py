@@ -58,7 +58,7 @@ class Explanation:
     @property
     def peak_bytes(self) -> int:
         """The step's peak on a rank, with the optimizer's state."""
-        return self.state_bytes + max((s.peak_bytes[1] for s in self.report.schedules), default=0)
+        return self.state_bytes + self.report.peak_bytes
 
 
 @with_room_for_frames

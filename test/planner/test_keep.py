@@ -447,13 +447,16 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
     assert len(set(bases)) == 3
 
 
+@pytest.mark.parametrize("orders", [(), at_night((teb.Schedule(teb.Overlap()),))])
 @pytest.mark.parametrize(("before", "factor"), [(1, 1.1), at_night(1, 1.02), (2**40, 1.1)])
-def test_a_device_that_needs_more_than_was_expected(fake_world, monkeypatch, before, factor):
+def test_a_device_that_needs_more_than_was_expected(
+    fake_world, monkeypatch, before, factor, orders
+):
     """The test stands in for CUDA's allocator."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = data_parallel(TwoBlocks(64, 64), mesh)
-    reshard = auto(PeakMemory(gib=1), state_bytes=1000)
-    b = backend("aot_eager", [reshard], model, agree=False)
+    passes = [auto(PeakMemory(gib=1), state_bytes=1000), *orders]
+    b = backend("aot_eager", passes, model, agree=False)
     run = torch.compile(model, backend=b)
     said = [before]
     monkeypatch.setattr(step_memory, "requested_peak", lambda: said[-1])
@@ -462,7 +465,10 @@ def test_a_device_that_needs_more_than_was_expected(fake_world, monkeypatch, bef
         for _ in range(3):
             run(torch.zeros(16, 16, dtype=torch.long)).sum().backward()
             (made,) = b.last_report().rewrites
-            said.append(max(before, int(factor * (made.peak_bytes[1] + 1000))))
+            planned = b.last_report().peak_bytes or made.peak_bytes[1]
+            said.append(max(before, int(factor * (planned + 1000))))
+    schedules = [s.peak_bytes[1] for s in b.last_report().schedules]
+    assert planned == max(schedules, default=made.peak_bytes[1])
     texts = [str(w.message) for w in found if w.category is BoundNotKeptWarning]
     hidden = before > 1
     assert made.measured_bytes == (0 if hidden else said[-1])

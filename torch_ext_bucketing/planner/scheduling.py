@@ -288,22 +288,29 @@ class Schedule(GraphPass):
             external_live_bytes=compilation.baseline.external_live_bytes,
             like=searched and searched.sort,
         )
-        compilation.report.schedules.append(replace(report, caps=searched and searched.report))
+        state = _state_bytes(graph, compilation)
+        report = replace(report, caps=searched and searched.report, state_bytes=state)
+        compilation.report.schedules.append(report)
 
     def _bounded(self, compilation: Compilation, graph: fx.Graph) -> tuple[Policy, ...]:
         """Return the policies, and the memory bound of ``ReshardAfterForward("auto")``, if any."""
         if compilation.choice is None or compilation.choice.limit_bytes is None:
             return self._policies
         reference = compilation.baseline.peak_bytes or sys.maxsize
-        limit = compilation.choice.limit_bytes
-        if compilation.extension is not None and stage_of(graph) == "backward":
-            # Optimizer state was taken off the bound, and is an input here.
-            limit += compilation.extension.extra_bytes
+        # Optimizer state was taken off the bound.
+        limit = compilation.choice.limit_bytes + _state_bytes(graph, compilation)
         return within(self._policies, limit, reference)
 
     def settings(self) -> tuple[Any, ...]:
         """Return the fields, and the job's machine if none was given."""
         return (*super().settings(), self.timed_for)
+
+
+def _state_bytes(graph: fx.Graph, compilation: Compilation) -> int:
+    """Return the bytes of the optimizer's state among a graph's inputs."""
+    if compilation.extension is None or stage_of(graph) != "backward":
+        return 0
+    return compilation.extension.extra_bytes
 
 
 @dataclass(frozen=True, eq=False, repr=False)

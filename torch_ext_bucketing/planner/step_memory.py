@@ -156,8 +156,9 @@ def _compare(measured: int, compilation: Compilation) -> None:
     rewrites = compilation.report.rewrites
     for i, rewrite in enumerate(rewrites):
         if isinstance(rewrite, KeepReport):
-            rewrites[i] = replace(rewrite, measured_bytes=measured)
-            expected = rewrite.peak_bytes[1] + rewrite.state_bytes
+            planned = compilation.report.peak_bytes or rewrite.peak_bytes[1]
+            expected = planned + rewrite.state_bytes
+            rewrites[i] = replace(rewrite, measured_bytes=measured, expected_bytes=expected)
             if measured > _WARN_ABOVE * expected:
                 compilation.warn(
                     f"the first step's peak on the device is {size_text(measured)}, "

@@ -386,6 +386,11 @@ class CompileReport(Report):
         self.warnings += [text for text in cached.warnings if text not in self.warnings]
 
     @property
+    def peak_bytes(self) -> int:
+        """The largest peak of the schedules, without optimizer state; 0: there are none."""
+        return max((s.peak_bytes[1] - s.state_bytes for s in self.schedules), default=0)
+
+    @property
     def collectives_before(self) -> dict[str, int]:
         """Number of collectives per kind in all graphs, before bucketing."""
         return _total(g.collectives_before for g in self.graphs)

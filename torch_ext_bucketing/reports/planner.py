@@ -109,6 +109,7 @@ class ScheduleReport(Report):
     # Time that the compute stream waits for communication or the host.
     exposed_ms: tuple[float, float] = (0.0, 0.0)
     peak_bytes: tuple[int, int] = (0, 0)
+    state_bytes: int = 0  # of the peaks, optimizer state among the graph's inputs
     reference_bytes: int = 0  # the peak that ratios refer to
     # The node that allocates the largest single block, and its bytes.
     largest: tuple[str, int] = ("", 0)
@@ -214,7 +215,8 @@ class KeepReport(Report):
     """The choice of ``ReshardAfterForward("auto")`` for one graph.
 
     Times are estimates for forward and backward together, scheduled; bytes are estimates of their
-    peak. Pairs: with everything gathered again, and as chosen.
+    peak. Pairs: with everything gathered again, and as chosen. Choices are compared by few orders,
+    which use all memory under the bound; the schedules that follow may need less.
     """
 
     derived = ("rewrite",)
@@ -227,6 +229,7 @@ class KeepReport(Report):
     # Bytes on each rank outside of the graphs, such as optimizer state; not in ``bound_bytes``.
     state_bytes: int = 0
     measured_bytes: int = 0  # peak of the device in the first step; 0: not measured
+    expected_bytes: int = 0  # the peak that was expected of it, once it is measured
     unread: tuple[str, ...] = ()  # units that backward does not read, so that nothing is kept
     # Operators that are never computed again, since their tags do not show that they may run twice
     # (`is_known`), with the number of calls.
@@ -278,10 +281,9 @@ class KeepReport(Report):
             yield f"  in host memory: {self.parked} activations, {held}, of {bound} allowed"
             yield from (f"  {line}" for line in table(BLOCK, self.blocks, join="activations of"))
         if self.measured_bytes:
-            expected = self.peak_bytes[1] + self.state_bytes
             yield (
                 f"  first step on the device: {size_text(self.measured_bytes)}, "
-                f"{self.measured_bytes / expected:.3f} of what was expected"
+                f"{self.measured_bytes / self.expected_bytes:.3f} of what was expected"
             )
         if not all(u.kept or u.part for u in self.units):
             by_keeping = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
