@@ -99,10 +99,11 @@ class KeepPlanner:
         self._others, self._gathers = others, {(*parts, *whole): None, tuple(whole): None}
         self._largest = max((keepables[k].nbytes for k in self.candidates), default=0)
         # Nodes that pad and cut shards are not counted: ranks may differ in them.
-        self._size = sum(
+        size = sum(
             len(half) - sum(n in half.graph.shard_side.nodes for n in half.dependencies.nodes)
             for half in (partitioned.forward, partitioned.backward)
         )
+        self._most = max(_FEW, min(_SCHEDULED, _NODES // max(1, size)))
         self._distinct = partitioned.distinct
         self._kinds = self._find_kinds()
         self._kind_of = {k: i for i, kind in enumerate(self._kinds) for k in kind}
@@ -117,11 +118,8 @@ class KeepPlanner:
 
     def choose(self, limit: int) -> Outcome:
         """Return the fastest choice within ``limit`` bytes, or the one with the smallest peak."""
-        return self._choice(limit, self._most())
-
-    def _choice(self, limit: int, most: int) -> Outcome:
         with paused_gc():
-            return self._with_parked(self._choose(limit, most), limit, most)
+            return self._with_parked(self._choose(limit), limit)
 
     def _useful_ms(self, outcomes: Iterable[Outcome]) -> float:
         """Return the longest step of a choice that may be better than all ``outcomes``."""
@@ -233,10 +231,6 @@ class KeepPlanner:
 
     # --- the search ------------------------------------------------------------------------------
 
-    def _most(self) -> int:
-        """Return how many choices to schedule."""
-        return max(_FEW, min(_SCHEDULED, _NODES // max(1, self._size)))
-
     def _find_kinds(self) -> list[list[int]]:
         """Group the candidates by operators, bytes and times, in graph order; names don't count."""
         costs, graph = self.partitioned.costs, self.partitioned.forward.graph
@@ -259,10 +253,10 @@ class KeepPlanner:
             kinds.setdefault(kind_of(k), []).append(k)
         return list(kinds.values())
 
-    def _choose(self, limit: int, most: int) -> Outcome:
+    def _choose(self, limit: int) -> Outcome:
         least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
         seen = dict[_Set, Outcome]()
-        most += self.tried  # those given up at once don't count
+        most = self.tried + self._most  # those given up at once don't count
 
         def schedule(kept: Iterable[_Set], spared: int = 0) -> None:
             for one in kept:
@@ -364,16 +358,16 @@ class KeepPlanner:
                 del unexplored[here.kept, here.parked]
         return best
 
-    def _with_parked(self, best: Outcome, limit: int, most: int) -> Outcome:
+    def _with_parked(self, best: Outcome, limit: int) -> Outcome:
         """Return a better choice with activations in host memory, if one is found."""
         if not self._host_bytes:
             return best
         firsts = [best]
         if best.above or not best.kept.issuperset(self.candidates):
             firsts += self._first_parked(best, limit)
-        if most < 2 * _FEW:  # neighbours gain little in a large graph
+        if self._most < 2 * _FEW:  # neighbours gain little in a large graph
             return min(firsts)
-        return self._descend(firsts, limit, most, self._near_parked)
+        return self._descend(firsts, limit, self._most, self._near_parked)
 
     def _first_parked(self, best: Outcome, limit: int) -> Iterator[Outcome]:
         """Yield the first choices with activations in host memory."""
@@ -553,7 +547,7 @@ class KeepPlanner:
         wanted = bounds or [int(part * self.reference_bytes) for part in CURVE]
         points: list[tuple[int, Outcome]] = []
         for bound in sorted(wanted):
-            outcome = self._choice(bound, -(-self._most() // 2))
+            outcome = self.choose(bound)
             if points:  # a choice within a smaller bound also keeps this one: more is never slower
                 last = points[-1][1]
                 above = max(0, last.peak_bytes - bound)
