@@ -26,6 +26,7 @@ alike.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -492,8 +493,12 @@ class KeepPlanner:
                 near[self._distinct(kept.difference(some).union(more))] = None
                 near[kept.difference(some)] = None
         whole = ((self._keepables[k].whole, k) for k in out if k in self.partitioned.parts)
-        pairs = ((k, other) for k in inside for other in out)
-        one = (kept - {k} | {other} for k, other in (*whole, *pairs) if k in kept)
+        # Equal things exchanged are the same choice, so two kinds have one pair.
+        kinds, pairs = self._kind_of, dict[tuple[int, int], tuple[int, int]]()
+        for k, instead in itertools.product(inside, out):
+            if kinds[k] != kinds[instead]:
+                pairs.setdefault((kinds[k], kinds[instead]), (k, instead))
+        one = (kept - {k} | {new} for k, new in (*whole, *pairs.values()) if k in kept)
         for other in (*sorted(near, key=self._estimate), *map(self._distinct, one)):
             if self._fits(other, room):
                 yield other
