@@ -197,6 +197,31 @@ def test_nodes_that_run_nothing_follow_their_readers(traced, stage, fuses):
     assert list(model.expanded(range(len(compact)))) == list(range(len(model)))
 
 
+def test_nodes_without_time_may_hold_bytes_and_storages(traced):
+    model = model_of(copy.deepcopy(traced["backward"]).graph, Costs(SLOW))
+    live, size, users = model.liveness, model.liveness.size, model.dependencies.needed_by
+
+    def dropped(changed: Model) -> set[int]:
+        return {i for i, place in enumerate(changed._compact[1]) if place < 0}
+
+    alone = dropped(model)
+    timeless = replace(model, ms=[0.0] * len(model), host=[0.0] * len(model))
+    assert alone == dropped(timeless)  # nodes with bytes stay
+    # Collectives, their waits and compute nodes stay in any case.
+    empty = replace(timeless, liveness=replace(live, size=[0] * len(size)))
+    rows = zip(model.group, model.start_of, model.compute, strict=True)
+    stay = {i for i, (group, start, counts) in enumerate(rows) if group or start >= 0 or counts}
+    assert dropped(empty).isdisjoint(stay)
+    assert len(dropped(empty)) > len(alone)
+    launched = replace(timeless, host=[1.0] * len(model), view=[False] * len(model))
+    assert not dropped(launched)
+    # A view whose users leave its storage alone keeps it live.
+    view = next(i for i in sorted(alone) if any(size[s] for s in live.touches[i]))
+    touches = [() if i in users[view] else used for i, used in enumerate(live.touches)]
+    apart = replace(model, liveness=replace(live, touches=touches))
+    assert view in alone - dropped(apart)
+
+
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.planner.scheduling.BoundNotKeptWarning")
 def test_the_search_chooses_as_it_would_by_merging(traced, stage, monkeypatch):

@@ -169,7 +169,7 @@ class Model(NodeTable):
         """Return whether :attr:`compact` does without node ``i``."""
         users, live, size = self.dependencies.needed_by[i], self.liveness, self.liveness.size
         runs = self.ms[i] or self.host[i] or self.compute[i]
-        if not users or self.group[i] is not None or self.start_of[i] >= 0:
+        if not users or self.group[i] is not None:
             return False
         if (runs and not self.view[i]) or any(size[s] for s in live.allocates[i]):
             return False
