@@ -133,6 +133,11 @@ MECHANISMS: Mapping[str, Mechanism] = {
         (list_schedule.ListScheduler.as_with,),
         ((list_schedule.ListScheduler, "as_with", lambda self, other: self.options == other),),
     ),
+    "orders without idle nodes": Mechanism(
+        (vars(Model)["_compact"].func, Model._may_go, Model.expanded),
+        ((Model, "compact", property(lambda self: self)), (Model, "expanded", lambda self, o: o)),
+        keeps=True,
+    ),
     "climbing": Mechanism(
         (policy.Options.next_to,),
         ((policy.Options, "next_to", lambda self, other, windows: True),),
