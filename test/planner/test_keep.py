@@ -472,6 +472,7 @@ def test_a_device_that_needs_more_than_was_expected(
     texts = [str(w.message) for w in found if w.category is BoundNotKeptWarning]
     hidden = before > 1
     assert made.measured_bytes == (0 if hidden else said[-1])
+    assert made.expected_bytes == (0 if hidden else planned + 1000)
     assert [f"{factor - 1:.0%} above" in text for text in texts] == [True] * (
         factor == 1.1 and not hidden
     )

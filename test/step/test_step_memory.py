@@ -205,6 +205,12 @@ def matrices_under(kib: float, **options) -> tuple[int, float, bool]:
         at = [i for i, n in enumerate(analysis.dependencies.nodes) if n.target is ORTHOGONALIZE]
         last = step.backend.last_report()
         (report,) = (r for r in last.rewrites if isinstance(r, StepReport))
+        # The state is among backward's inputs alone, and counts once in the step's peak.
+        forward, backward_ = last.schedules
+        assert (forward.state_bytes, backward_.state_bytes) == (0, report.state_bytes)
+        assert report.state_bytes > 0
+        peaks = forward.peak_bytes[1], backward_.peak_bytes[1] - report.state_bytes
+        assert last.peak_bytes == max(peaks)
         exposed, kernels, collectives = last.schedules[-1].optimizer_ms
         assert min(kernels, collectives) > 0
         # Hidden is what runs beside backward, or one exchange beside another's kernels.

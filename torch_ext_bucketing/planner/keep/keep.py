@@ -99,10 +99,11 @@ class KeepPlanner:
         # With parts and without.
         self._others, self._gathers = others, {(*parts, *whole): None, tuple(whole): None}
         self._largest = max((keepables[k].nbytes for k in self.candidates), default=0)
-        # Nodes that pad and cut shards are not counted: ranks may differ in them.
+        # Nodes that pad and cut shards are not counted, nor views: ranks may differ in them.
         size = sum(
-            len(half) - sum(n in half.graph.shard_side.nodes for n in half.dependencies.nodes)
+            not view and node not in half.graph.shard_side.nodes
             for half in (partitioned.forward, partitioned.backward)
+            for node, view in zip(half.dependencies.nodes, half.view, strict=True)
         )
         self._most = max(_FEW, min(_SCHEDULED, _NODES // max(1, size)))
         self._distinct = partitioned.distinct
