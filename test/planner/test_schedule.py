@@ -218,12 +218,33 @@ def test_of_orders_with_equal_steps_the_one_with_slack_is_taken():
     free = [b.mm(b.matrix(), w) for _ in range(3)]
     gm = b.finish([*free, b.start("reduce_scatter", b.mm(x, w))])
     model = model_of(gm.graph, machine())
-    found = [schedule_model(model, Overlap(), None, final=end).order for end in (False, True)]
+    found = [schedule_model(model, Overlap(), None, quick=few).order for few in (True, False)]
     for collective_ms, expected in ((1.0, [4.0, 4.0]), (1.7, [4.7, 4.0])):
         real = model_of(gm.graph, machine(collective_ms))
         assert [Timeline.of(real, order).step_ms for order in found] == pytest.approx(
             expected, abs=0.01
         )
+
+
+@pytest.mark.parametrize(("lost_ms", "with_slack"), [(0.01, True), (0.04, False)])
+def test_slack_is_worth_half_a_percent_of_a_step(lost_ms, with_slack):
+    b = Trainer()
+    x, w = b.matrix(), b.matrix()
+    short = b.start("all_gather", b.mm(x, w))
+    after = b.mm(short, w)
+    long = b.start("reduce_scatter", b.mm(x, w))
+    gm = b.finish([after, long])
+    times = {"reduce_scatter": 0.55, "all_gather": 0.1}
+    on = replace(
+        machine(),
+        collectives={(kind, 2): ((1, ms), (2**40, ms)) for kind, ms in times.items()},
+        estimate=lambda node, _: 0.45 + lost_ms if node is after else None,
+    )
+    # With slack the long one is first: 2 + 0.1 + 0.45 + lost_ms instead of 2 + 0.55, and
+    # 2 + 0.17 + 0.45 + lost_ms instead of 2 + 0.935 where collectives are slower.
+    for final in (False, True):
+        report = schedule_model(model_of(gm.graph, on), Overlap(), None, final=final).report
+        assert report.step_ms[1] == pytest.approx(2.55 + lost_ms * with_slack, abs=1e-3)
 
 
 def test_a_wait_is_filled_with_what_needs_no_computation():
@@ -627,10 +648,11 @@ TIGHT = [Overlap(), PeakMemory(ratio=1.1)]
 
 
 @pytest.mark.parametrize("policies", [[Overlap()], TIGHT], ids=["unbounded", "bounded"])
-def test_slack_costs_no_memory(policies):
+@pytest.mark.parametrize("final", [False, True])
+def test_slack_costs_no_memory(policies, final):
     graph = uneven_training(14).graph
     model = model_of(graph, on_network(Level(12e6, 1.0)))
-    report, order, _ = schedule_model(model, policies, peak_bytes(graph))
+    report, order, _ = schedule_model(model, policies, peak_bytes(graph), final=final)
     assert report.chosen.endswith(", with slack")
     equal = [peak for _, ms, peak in report.alternatives if ms == pytest.approx(report.step_ms[1])]
     assert Timeline.of(model, order).peak_bytes <= min(equal)

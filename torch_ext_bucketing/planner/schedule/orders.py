@@ -4,9 +4,9 @@ Each order is made in one pass (:mod:`.list_schedule`) and timed on the cost mod
 (:mod:`.timeline`). The fastest order that keeps the bounds is chosen, else the one that misses them
 least. A faster order that exceeds the bound on memory is made again under lower limits.
 Where the bound on memory is out of reach, the least peak takes its place (:class:`_LeastPeak`). The
-model's own order is always a candidate, so the estimate never gets worse. Of orders with equal
-steps, one made for slower communication is taken, unless it needs more memory: it loses less where
-times are wrong. Orders are made of the nodes that run a kernel or hold bytes
+model's own order is always a candidate, so the estimate never gets worse. Of orders whose steps are
+nearly equal, one made for slower communication is taken if it gains more there than it loses here,
+unless it needs more memory: it loses less where times are wrong. Orders are made of the nodes that run a kernel or hold bytes
 (:attr:`.Model.compact`), a third of them where kernels are fused; the others follow their readers.
 """
 
@@ -46,6 +46,12 @@ FAR_ABOVE = 0.25
 it by this much more than allowed, no others are tried."""
 WORTH = 0.998
 """A step is worth another attempt if it is shorter than this part of the best one."""
+_FOR_SLACK = 1.005
+"""The most that an order with slack takes, in steps of the shortest one.
+
+On 60 graphs of held-out models it costs nothing in the mean, and steps with collectives that are
+:data:`SLOWER` are shorter by 0.6%.
+"""
 FASTER, SLOWER = 0.8, 1.7
 """Factors of collectives' times on machines that are as plausible as the given one.
 
@@ -120,8 +126,8 @@ def schedule_within(
 
     Args:
         policy: see :func:`schedule`; so is ``reference_bytes``.
-        quick: try few orders.
-        final: prefer the lowest peak of equal steps, and unless ``quick`` an order with slack.
+        quick: try few orders, none with slack.
+        final: prefer the lowest peak of equal steps, and try more where a bound is missed.
         like: try orders of this sort first, then those that differ from the best one so far in one
             option, and all others if that misses a bound. None: try all.
         near: whether to try others than ``like``, too.
@@ -134,7 +140,7 @@ def schedule_within(
     bounds = Bounds(compact, policy, reference_bytes)
     orders = _Orders(at_most_ms, compact, bounds, quick, final, least_bytes)
     best = orders.best_of(like, near, at_most_misses)
-    if best is not None and final and not quick:
+    if best is not None and not quick:
         best = orders.improved(best, like)
     if best is None or best.timeline.step_ms > at_most_ms:
         return None
@@ -311,7 +317,7 @@ class _Orders:
     def improved(self, best: _Try, like: Options | None) -> _Try:
         """Return an order made without the host's time or with slack, if that is better."""
         model, reference = self._model, self._bounds.case.reference_bytes
-        if self._least.beats(best) and any(model.host):
+        if self._final and self._least.beats(best) and any(model.host):
             # Where the host is slow nothing waits, and updates are not placed to fill a wait.
             alone = replace(model, host=[0.0] * len(model))
             arguments = self._bounds.policies, reference
@@ -424,19 +430,19 @@ class _LeastPeak:
 def _with_slack(
     model: Model, best: _Try, misses: Callable[[Timeline], float], reference: int
 ) -> _Try:
-    """Return an order made for slower communication, if it is as good by the given times."""
-    # Many orders take the same time. Where times are wrong, the one loses least whose collectives
-    # have room to take longer. That is not worth memory.
+    """Return an order made for slower communication, if it is nearly as good by the given times."""
+    # Many orders take nearly the same time. Where times are wrong, the one loses least whose
+    # collectives have room to take longer. That is not worth memory.
     assert best.options is not None
     most = max(best.timeline.peak_bytes, reference)
     slower = model.with_collectives(SLOWER)
     for options in (best.options, best.options.tightened(limit_bytes=most)):
         line = Timeline.of(model, list_schedule(slower, options))
         with_slack = _Try(f"{best.name}, with slack", line, misses, options, best.free)
-        gains = step_ms(slower, line.order) < step_ms(slower, best.timeline.order)
-        as_short = line.step_ms <= ROUNDING * best.timeline.step_ms and line.peak_bytes <= most
-        if _rank(with_slack) < _rank(best) or (
-            gains and as_short and with_slack.misses <= best.misses
-        ):
+        gained_ms = step_ms(slower, best.timeline.order) - step_ms(slower, line.order)
+        lost_ms = line.step_ms - best.timeline.step_ms
+        as_good = line.peak_bytes <= most and with_slack.misses <= best.misses
+        as_short = lost_ms < gained_ms and line.step_ms <= _FOR_SLACK * best.timeline.step_ms
+        if _rank(with_slack) < _rank(best) or (as_good and as_short):
             return with_slack
     return best
