@@ -226,25 +226,29 @@ def test_of_orders_with_equal_steps_the_one_with_slack_is_taken():
         )
 
 
-@pytest.mark.parametrize(("lost_ms", "with_slack"), [(0.01, True), (0.04, False)])
-def test_slack_is_worth_half_a_percent_of_a_step(lost_ms, with_slack):
+@pytest.mark.parametrize(
+    ("long_ms", "lost_ms", "with_slack"),
+    [(0.55, 0.01, True), (0.55, 0.04, False), (0.12, 0.009, False)],
+    ids=["gains more", "above half a percent", "gains less"],
+)
+def test_slack_is_worth_half_a_percent_of_a_step(long_ms, lost_ms, with_slack):
     b = Trainer()
     x, w = b.matrix(), b.matrix()
     short = b.start("all_gather", b.mm(x, w))
     after = b.mm(short, w)
     long = b.start("reduce_scatter", b.mm(x, w))
     gm = b.finish([after, long])
-    times = {"reduce_scatter": 0.55, "all_gather": 0.1}
+    times = {"reduce_scatter": long_ms, "all_gather": 0.1}
     on = replace(
         machine(),
         collectives={(kind, 2): ((1, ms), (2**40, ms)) for kind, ms in times.items()},
-        estimate=lambda node, _: 0.45 + lost_ms if node is after else None,
+        estimate=lambda node, _: long_ms - 0.1 + lost_ms if node is after else None,
     )
-    # With slack the long one is first: 2 + 0.1 + 0.45 + lost_ms instead of 2 + 0.55, and
-    # 2 + 0.17 + 0.45 + lost_ms instead of 2 + 0.935 where collectives are slower.
+    # With slack the long one is first: the step is 2 + long_ms + lost_ms instead of 2 + long_ms, and
+    # where collectives are slower 2 + 0.17 + long_ms - 0.1 + lost_ms instead of 2 + 1.7 * long_ms.
     for final in (False, True):
         report = schedule_model(model_of(gm.graph, on), Overlap(), None, final=final).report
-        assert report.step_ms[1] == pytest.approx(2.55 + lost_ms * with_slack, abs=1e-3)
+        assert report.step_ms[1] == pytest.approx(2 + long_ms + lost_ms * with_slack, abs=1e-3)
 
 
 def test_a_wait_is_filled_with_what_needs_no_computation():

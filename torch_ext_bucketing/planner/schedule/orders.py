@@ -6,8 +6,9 @@ least. A faster order that exceeds the bound on memory is made again under lower
 Where the bound on memory is out of reach, the least peak takes its place (:class:`_LeastPeak`). The
 model's own order is always a candidate, so the estimate never gets worse. Of orders whose steps are
 nearly equal, one made for slower communication is taken if it gains more there than it loses here,
-unless it needs more memory: it loses less where times are wrong. Orders are made of the nodes that run a kernel or hold bytes
-(:attr:`.Model.compact`), a third of them where kernels are fused; the others follow their readers.
+unless it needs more memory: it loses less where times are wrong. Orders are made of the nodes that
+run a kernel or hold bytes (:attr:`.Model.compact`), a third of them where kernels are fused; the
+others follow their readers.
 """
 
 from __future__ import annotations
