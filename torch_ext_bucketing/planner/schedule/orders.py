@@ -13,6 +13,7 @@ others follow their readers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -294,8 +295,9 @@ class _Orders:
         exceeds, attempts = self._least.beats, list[_Try]()
         kept = min((t.timeline.step_ms for t in self.tries if not exceeds(t)), default=math.inf)
         missing = [t for t in self.tries if t.options is not None and exceeds(t)]
-        for hold in (True, False):  # to hold kernels back matters more under a lower limit
-            alike = (t for t in missing if t.options is not None and t.options.hold is hold)
+        # To hold kernels back matters more under a lower limit. Either rule of room may keep it.
+        for rules in itertools.product((True, False), repeat=2):
+            alike = (t for t in missing if (o := t.options) and (o.hold, o.room_for_open) == rules)
             fast = min(alike, key=lambda t: t.timeline.step_ms, default=None)
             if fast is None or fast.options is None or fast.free is None:
                 continue
