@@ -49,11 +49,8 @@ it by this much more than allowed, no others are tried."""
 WORTH = 0.998
 """A step is worth another attempt if it is shorter than this part of the best one."""
 _FOR_SLACK = 1.005
-"""The most that an order with slack takes, in steps of the shortest one.
-
-On 60 graphs of held-out models it costs nothing in the mean, and steps with collectives that are
-:data:`SLOWER` are shorter by 0.6%.
-"""
+"""The most that an order with slack takes, in steps of the shortest one. benchmarks/README.md has a
+table with the steps that slack costs and saves."""
 FASTER, SLOWER = 0.8, 1.7
 """Factors of collectives' times on machines that are as plausible as the given one.
 
