@@ -121,7 +121,7 @@ def schedule_within(
 ) -> Scheduled | None:
     """Find an order of a model that takes at most ``at_most_ms`` milliseconds.
 
-    None: the best order takes longer. Such orders are given up early.
+    None: the order that would be chosen takes longer. Such orders are given up early.
 
     Args:
         policy: see :func:`schedule`; so is ``reference_bytes``.
