@@ -436,10 +436,11 @@ def _with_slack(
     assert best.options is not None
     most = max(best.timeline.peak_bytes, reference)
     slower = model.with_collectives(SLOWER)
+    slow_ms = step_ms(slower, best.timeline.order)
     for options in (best.options, best.options.tightened(limit_bytes=most)):
         line = Timeline.of(model, list_schedule(slower, options))
         with_slack = _Try(f"{best.name}, with slack", line, misses, options, best.free)
-        gained_ms = step_ms(slower, best.timeline.order) - step_ms(slower, line.order)
+        gained_ms = slow_ms - step_ms(slower, line.order)
         lost_ms = line.step_ms - best.timeline.step_ms
         as_good = line.peak_bytes <= most and with_slack.misses <= best.misses
         as_short = lost_ms < gained_ms and line.step_ms <= _FOR_SLACK * best.timeline.step_ms
